@@ -34,6 +34,7 @@ def cache_facts(cache: PagedCache) -> dict[str, Any]:
         "page_size": cache.page_size,
         "page_stride": cache.page_stride_rows,
         "packed_rows": cache.packed_rows,
+        "whole_rows": cache.pages_start_on_rows,
         "alignment": cache.alignment,
         "kv_lora_rank": cache.kv_lora_rank,
         "qk_rope_head_dim": cache.qk_rope_head_dim,
@@ -97,6 +98,7 @@ class DecodePlan:
         self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
         self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
+        self._lead = torch.Size((buffers.batch, buffers.q_len))
         self._views: dict[int, DecodePlan] = {}
         self._accepted: set[Any] = set()
         self._last_query: Query | None = None
@@ -316,7 +318,7 @@ class DecodePlan:
         if not isinstance(query, Query):
             raise InvalidInput(f"query is a {type(query).__name__}, it takes a Query; make one with Query.from_parts or from_packed")
         self._check_query(query)
-        batched = query.batched() if not self.problem.ragged else query
+        batched = query if self.problem.ragged else query.with_leading(self._lead)
         kernel_query, bring = batched, None
         if query.num_heads != self._heads or (self._conventions.query == "packed" and not query.is_packed):
             kernel_query, bring = self._staged(batched)
