@@ -102,6 +102,15 @@ class Backend:
         self._entries = entries
         self._only = only
 
+    @property
+    def torch_device(self) -> torch.device:
+        """Where this backend's tensors live.
+
+        Raises:
+            InvalidInput: for a backend of another machine's capability.
+        """
+        return self._here()
+
     def explain(self, problem: Problem) -> Verdicts:
         """Every adapter's verdict on a problem, in order of preference; its str() is the page a user reads."""
         ask = serving if self._where is not None else None

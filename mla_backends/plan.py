@@ -81,6 +81,7 @@ class DecodePlan:
     Attributes:
         problem: the facts that the adapter was chosen by.
         adapter: its name.
+        quantizes_query: the kernel reads an e4m3 query.
         update_mode: "host": `update` plans on the host and cannot be captured; else "device".
         block_table: [B, W] int32, the plan's own, None when sparse.
         seq_lens: [B] int32, the plan's own, None when sparse. An engine may write into both, then `refresh()`.
@@ -94,6 +95,7 @@ class DecodePlan:
         self._is_sparse = problem.topk is not None
         self.problem = problem
         self.adapter = adapter.name
+        self.quantizes_query = self._conventions.query_dtype == "float8_e4m3fn"
         self.update_mode: Literal["device", "host"] = "host" if self._conventions.metadata == "host" else "device"
         self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
         self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens

@@ -137,7 +137,7 @@ class Trial:
 
     def _make_cache(self) -> None:
         c = self.condition
-        columns = max(1, *(-(-n // c.page_size) for n in c.seq_lens)) + 2
+        columns = max((-(-n // c.page_size) for n in c.seq_lens), default=0) + 2
         live = sum(-(-n // c.page_size) for n in c.seq_lens)
         self.num_pages = max(live + 3, 4)
         order = torch.randperm(self.num_pages, generator=self._generator).tolist()
