@@ -6,7 +6,7 @@ concatenated; `AbsorbWeights.query` writes into it in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from mla_backends import ops
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Geometry
 
-__all__ = ["AbsorbWeights", "Query"]
+__all__ = ["AbsorbWeights", "Query", "by_tokens"]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
@@ -35,7 +35,18 @@ class Query:
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_reshaped", "facts", "is_packed", "latent", "rope", "scale")
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_reshaped",
+        "_settle",
+        "_staging",
+        "facts",
+        "is_packed",
+        "latent",
+        "rope",
+        "scale",
+    )
 
     latent: Tensor
     rope: Tensor
@@ -44,8 +55,12 @@ class Query:
     is_packed: bool
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
+    _staging: Query | None
+    _settle: Callable[[], None] | None
 
-    def __init__(self, latent: Tensor, rope: Tensor, *, packed: Tensor | None = None, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, latent: Tensor, rope: Tensor, *, packed: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """Use `from_parts` or `from_packed`."""
         _check_query(latent, rope, scale)
         buffer = _one_buffer(latent, rope) if packed is None else packed
@@ -57,6 +72,8 @@ class Query:
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)
         put(self, "_reshaped", {})
+        put(self, "_staging", None)
+        put(self, "_settle", None)
 
     @classmethod
     def from_parts(cls, latent: Tensor, rope: Tensor, *, scale: Tensor | None = None) -> Query:
@@ -83,8 +100,18 @@ class Query:
             raise InvalidInput(f"packed is {_shape(packed)}, it takes [B, (q,) H, D] with D of at least {kv_lora_rank}")
         return cls(packed[..., :kv_lora_rank], packed[..., kv_lora_rank:], packed=packed, scale=scale)
 
+    def written_through(self, staging: Query, settle: Callable[[], None]) -> Query:
+        """This e4m3 query, whose scale is known only when all its values are: `AbsorbWeights.query` writes `staging`, then
+        calls `settle`, which measures the scale and quantises.
+        """
+        object.__setattr__(self, "_staging", staging)
+        object.__setattr__(self, "_settle", settle)
+        return self
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Query is immutable, so {name} cannot be set; write into its tensors, or make another one")
+        raise AttributeError(
+            f"a Query is immutable, so {name} cannot be set; write into its tensors, or make another one"
+        )
 
     def __repr__(self) -> str:
         kind = "packed" if self.is_packed else "two tensors"
@@ -104,7 +131,7 @@ class Query:
             shape = (*self.latent.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1])
             buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
             object.__setattr__(self, "_buffer", buffer)
-        for out, latent, rope in _by_tokens(buffer, self.latent, self.rope):
+        for out, latent, rope in by_tokens(buffer, self.latent, self.rope):
             ops.concat_nope_rope(out, latent, rope)
         return buffer
 
@@ -139,6 +166,8 @@ class Query:
                 f"heads: it takes one that holds as many tokens and can be viewed so, such as a `DecodePlan.new_query`"
             )
         made = Query(latent, rope, packed=packed, scale=self.scale)
+        if self._staging is not None and self._settle is not None:
+            made.written_through(self._staging.with_leading(leading), self._settle)
         self._reshaped[leading] = made
         return made
 
@@ -159,7 +188,9 @@ class AbsorbWeights:
     def __init__(self, w_uk: Tensor, w_uv: Tensor) -> None:
         for name, found in (("w_uk", w_uk), ("w_uv", w_uv)):
             if not isinstance(found, Tensor) or found.dim() != 3 or found.dtype not in _PLAIN:
-                raise InvalidInput(f"{name} is {_shape(found)}, it takes three dimensions of bfloat16, float16 or float32")
+                raise InvalidInput(
+                    f"{name} is {_shape(found)}, it takes three dimensions of bfloat16, float16 or float32"
+                )
         if (w_uk.shape[0], w_uk.shape[2]) != tuple(w_uv.shape[:2]):
             raise InvalidInput(
                 f"w_uk is {_shape(w_uk)} and w_uv {_shape(w_uv)}, they take [H, N, L] and [H, L, V] of one H and one L"
@@ -256,8 +287,14 @@ class AbsorbWeights:
                     f"out is {out}, these weights and q_pe take at least {heads} heads of {rank} + {q_pe.shape[-1]}"
                 )
             if dtype not in (q_nope.dtype, _E4M3):
-                raise InvalidInput(f"out is {dtype}, it takes {q_nope.dtype} as the query, or float8_e4m3fn with its scale")
-        for latent, rope, q, pe in _by_tokens(target.latent, target.rope, q_nope, q_pe):
+                raise InvalidInput(
+                    f"out is {dtype}, it takes {q_nope.dtype} as the query, or float8_e4m3fn with its scale"
+                )
+        if target._staging is not None and target._settle is not None:
+            self.query(q_nope, q_pe, out=target._staging)
+            target._settle()
+            return target
+        for latent, rope, q, pe in by_tokens(target.latent, target.rope, q_nope, q_pe):
             ops.absorb_query(latent, rope, q, pe, self.w_uk, target.scale)
         return target
 
@@ -273,13 +310,15 @@ class AbsorbWeights:
         """
         heads, rank, value = self.w_uv.shape
         if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank) or latent.dtype != self.w_uv.dtype:
-            raise InvalidInput(f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}] of {self.w_uv.dtype}")
+            raise InvalidInput(
+                f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}] of {self.w_uv.dtype}"
+            )
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
         elif out.shape != shape or out.dtype != latent.dtype:
             raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)} of {latent.dtype}")
-        for values, rows in _by_tokens(out, latent):
+        for values, rows in by_tokens(out, latent):
             ops.batched_matmul(values.transpose(0, 1), rows.transpose(0, 1), self.w_uv)
         return out
 
@@ -311,9 +350,13 @@ def _check_query(latent: Tensor, rope: Tensor, scale: Tensor | None) -> None:
                 f"{name} is {_shape(found)}, it takes [B, (q,) H, ..] of bfloat16, float16, float32 or float8_e4m3fn"
             )
         if not _dense(found):
-            raise InvalidInput(f"{name} has stride {found.stride(-1)} in its last dimension, it takes 1: make it contiguous")
+            raise InvalidInput(
+                f"{name} has stride {found.stride(-1)} in its last dimension, it takes 1: make it contiguous"
+            )
     if latent.shape[:-1] != rope.shape[:-1]:
-        raise InvalidInput(f"latent is {_shape(latent)} and rope {_shape(rope)}, they take one shape but for the last dimension")
+        raise InvalidInput(
+            f"latent is {_shape(latent)} and rope {_shape(rope)}, they take one shape but for the last dimension"
+        )
     if latent.dtype != rope.dtype or latent.device != rope.device:
         raise InvalidInput(
             f"latent is {latent.dtype} on {latent.device} and rope {rope.dtype} on {rope.device}, they take one of each"
@@ -322,7 +365,12 @@ def _check_query(latent: Tensor, rope: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
             raise InvalidInput(f"scale is given for a {latent.dtype} query, it belongs to float8_e4m3fn: leave it out")
         return
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != latent.device:
+    if (
+        not isinstance(scale, Tensor)
+        or scale.dtype != torch.float32
+        or scale.numel() != 1
+        or scale.device != latent.device
+    ):
         raise InvalidInput(f"scale is {_shape(scale)}, a float8_e4m3fn query takes one float32 on {latent.device}")
 
 
@@ -346,7 +394,7 @@ def _view(tensor: Tensor, leading: torch.Size) -> Tensor | None:
         return None
 
 
-def _by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q.
 
     Nothing is copied, and there is nothing where there is no token.

@@ -96,7 +96,9 @@ class Backend:
         device: the facts that dispatch goes by.
     """
 
-    def __init__(self, device: Device, where: torch.device | None, entries: tuple[Entry, ...], only: str | None) -> None:
+    def __init__(
+        self, device: Device, where: torch.device | None, entries: tuple[Entry, ...], only: str | None
+    ) -> None:
         self.device = device
         self._where = where
         self._entries = entries
@@ -209,7 +211,9 @@ class Backend:
             if max_batch is None:
                 raise InvalidInput("topk is given, so max_batch is required: it is B")
             if cu_q_lens is not None:
-                raise InvalidInput("topk and cu_q_lens are given, a sparse plan takes uniform queries; one token a request is q_len=1")
+                raise InvalidInput(
+                    "topk and cu_q_lens are given, a sparse plan takes uniform queries; one token a request is q_len=1"
+                )
         elif block_table is None or (seq_lens is None and seq_lens_cpu is None):
             raise InvalidInput("block_table and seq_lens are required unless topk is given")
         else:
@@ -257,6 +261,7 @@ class Backend:
             max_seq_len=capacity,
             attn_sink=attn_sink,
             workspace=_workspace(workspace, needed, where),
+            q_scale=q_scale,
             why=why,
         )
         return DecodePlan.start(recipe, batch=batch, q_len=q_len, step=step)
@@ -297,9 +302,13 @@ class Backend:
         """
         absorbed = None if weights is not None else Query.from_parts(q_nope, q_pe)
         if q_nope.ndim not in (3, 4):
-            raise InvalidInput(f"q_nope has shape {list(q_nope.shape)}, it takes [B, H, X], [B, q, H, X] or ragged [T, H, X]")
+            raise InvalidInput(
+                f"q_nope has shape {list(q_nope.shape)}, it takes [B, H, X], [B, q, H, X] or ragged [T, H, X]"
+            )
         if indices is not None and (indices.ndim != q_nope.ndim - 1 or indices.shape[:-1] != q_nope.shape[:-2]):
-            raise InvalidInput(f"indices has shape {list(indices.shape)}, it takes {[*q_nope.shape[:-2], 'topk']} for q_nope {list(q_nope.shape)}")
+            raise InvalidInput(
+                f"indices has shape {list(indices.shape)}, it takes {[*q_nope.shape[:-2], 'topk']} for q_nope {list(q_nope.shape)}"
+            )
         plan = self.plan(
             cache,
             block_table,
@@ -326,7 +335,9 @@ class Backend:
 
     def _here(self) -> torch.device:
         if self._where is None:
-            raise InvalidInput(f"this backend is of {self.device}, which is not this machine's: it serves explain alone; get_backend() is this machine's")
+            raise InvalidInput(
+                f"this backend is of {self.device}, which is not this machine's: it serves explain alone; get_backend() is this machine's"
+            )
         return self._where
 
     def _adapter(self, name: str) -> Adapter:
@@ -353,27 +364,43 @@ class Backend:
             try:
                 proof = PROOFS.of(adapter, serving(adapter), problem, self.device, where)
             except RuntimeError as error:
-                raise InvalidInput(f"{name} is not proved yet for {problem}, and a CUDA graph is being captured; call warmup first") from error
+                raise InvalidInput(
+                    f"{name} is not proved yet for {problem}, and a CUDA graph is being captured; call warmup first"
+                ) from error
             if not isinstance(proof, Refusal):
                 said = f"off ({SWITCH}=0)" if proof is None else f"error {proof:.1e}"
                 order = [v.name for v in verdicts if v.runs]
-                return adapter, {"canary": said, "chosen": "named by the caller" if self._only else f"first of {', '.join(order)}"}
+                return adapter, {
+                    "canary": said,
+                    "chosen": "named by the caller" if self._only else f"first of {', '.join(order)}",
+                }
             refused = [replace(v, reasons=(proof,)) if v.name == name else v for v in verdicts]
             verdicts = replace(verdicts, entries=tuple(sorted(refused, key=lambda v: not v.runs)))
 
     def _check_cache(self, cache: PagedCache, where: torch.device) -> None:
         if not isinstance(cache, PagedCache):
-            raise InvalidInput(f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)")
+            raise InvalidInput(
+                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
+            )
         if cache.device != where:
-            raise InvalidInput(f"the cache is on {cache.device}, this backend is of {where}; get_backend(device={str(cache.device)!r})")
+            raise InvalidInput(
+                f"the cache is on {cache.device}, this backend is of {where}; get_backend(device={str(cache.device)!r})"
+            )
 
 
 def _check_numbers(*, num_heads: int, softmax_scale: float, q_len: int) -> None:
     for name, value, least in (("num_heads", num_heads, 1), ("q_len", q_len, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, int | float) or not math.isfinite(softmax_scale) or softmax_scale <= 0:
-        raise InvalidInput(f"softmax_scale is {softmax_scale!r}, it takes a positive finite number; softmax_scale(config) knows a model's")
+    if (
+        isinstance(softmax_scale, bool)
+        or not isinstance(softmax_scale, int | float)
+        or not math.isfinite(softmax_scale)
+        or softmax_scale <= 0
+    ):
+        raise InvalidInput(
+            f"softmax_scale is {softmax_scale!r}, it takes a positive finite number; softmax_scale(config) knows a model's"
+        )
 
 
 def _check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
@@ -381,7 +408,9 @@ def _check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
         return
     if isinstance(q_scale, Tensor):
         if q_scale.dtype != torch.float32 or q_scale.numel() != 1 or q_scale.device != where:
-            raise InvalidInput(f"q_scale is {list(q_scale.shape)} {q_scale.dtype} on {q_scale.device}, it takes one float32 on {where}")
+            raise InvalidInput(
+                f"q_scale is {list(q_scale.shape)} {q_scale.dtype} on {q_scale.device}, it takes one float32 on {where}"
+            )
         return
     if isinstance(q_scale, bool) or not isinstance(q_scale, int | float) or not math.isfinite(q_scale) or q_scale <= 0:
         raise InvalidInput(f"q_scale is {q_scale!r}, it takes a positive finite number")
@@ -389,7 +418,9 @@ def _check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
 
 def _check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
     if sink.shape != (num_heads,) or sink.dtype != torch.float32 or sink.device != where:
-        raise InvalidInput(f"attn_sink is {list(sink.shape)} {sink.dtype} on {sink.device}, it takes [{num_heads}] float32 on {where}")
+        raise InvalidInput(
+            f"attn_sink is {list(sink.shape)} {sink.dtype} on {sink.device}, it takes [{num_heads}] float32 on {where}"
+        )
 
 
 def _longest(cu_q_lens: Tensor, where: torch.device) -> int:
@@ -403,7 +434,9 @@ def _workspace(given: Tensor | None, needed: int, where: torch.device) -> Tensor
     if given is None:
         return torch.zeros(needed, dtype=torch.uint8, device=where) if needed else None
     if given.dtype != torch.uint8 or given.ndim != 1 or given.device != where or not given.is_contiguous():
-        raise InvalidInput(f"workspace is {list(given.shape)} {given.dtype} on {given.device}, it takes one dimension of contiguous uint8 on {where}")
+        raise InvalidInput(
+            f"workspace is {list(given.shape)} {given.dtype} on {given.device}, it takes one dimension of contiguous uint8 on {where}"
+        )
     if given.numel() < needed:
         raise InvalidInput(f"workspace has {given.numel()} bytes, it takes {needed}; workspace_bytes says how many")
     return given

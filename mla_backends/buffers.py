@@ -155,7 +155,11 @@ class Buffers:
             self.q_len,
             False,
         )
-        view.clamped, view.kernel_table, view.kernel_lens = self.clamped, self.kernel_table[:batch], self.kernel_lens[:batch]
+        view.clamped, view.kernel_table, view.kernel_lens = (
+            self.clamped,
+            self.kernel_table[:batch],
+            self.kernel_lens[:batch],
+        )
         return view
 
     def check(self, step: StepInput) -> None:
@@ -180,7 +184,9 @@ class Buffers:
         if live is None:
             return
         if live > self.batch:
-            raise InvalidInput(f"the step has {live} requests, this plan holds {self.batch}; plan with max_batch={live}")
+            raise InvalidInput(
+                f"the step has {live} requests, this plan holds {self.batch}; plan with max_batch={live}"
+            )
         for name in ("block_table", "seq_lens", "seq_lens_cpu"):
             tensor = getattr(step, name)
             if tensor is not None and tensor.shape[0] != live:
@@ -214,13 +220,17 @@ class Buffers:
         check_ints("cu_q_lens", step.cu_q_lens, 1, self.device)
         live = step.live
         if step.cu_q_lens.shape[0] != (live or 0) + 1:
-            raise InvalidInput(f"cu_q_lens has {step.cu_q_lens.shape[0]} entries, it takes {(live or 0) + 1}, one a request and one more")
+            raise InvalidInput(
+                f"cu_q_lens has {step.cu_q_lens.shape[0]} entries, it takes {(live or 0) + 1}, one a request and one more"
+            )
         if step.cu_q_lens.device.type == "cpu":
             q_lens = step.cu_q_lens.diff()
             if int(step.cu_q_lens[0]) != 0 or bool((q_lens < 0).any()):
                 raise InvalidInput("cu_q_lens must start at 0 and not decrease")
             if q_lens.numel() and int(q_lens.max()) > self.q_len:
-                raise InvalidInput(f"cu_q_lens holds a request of {int(q_lens.max())} rows, this plan's max_q_len is {self.q_len}")
+                raise InvalidInput(
+                    f"cu_q_lens holds a request of {int(q_lens.max())} rows, this plan's max_q_len is {self.q_len}"
+                )
 
     def fill(self, step: StepInput) -> None:
         """Write a checked step; rows past the live ones become empty."""
@@ -242,7 +252,9 @@ class Buffers:
         if step.cu_q_lens is not None:
             self.cu_q_lens[: len(step.cu_q_lens)].copy_(step.cu_q_lens)
             if len(step.cu_q_lens) < len(self.cu_q_lens):
-                self.cu_q_lens[len(step.cu_q_lens) :].copy_(step.cu_q_lens[-1:].expand(len(self.cu_q_lens) - len(step.cu_q_lens)))
+                self.cu_q_lens[len(step.cu_q_lens) :].copy_(
+                    step.cu_q_lens[-1:].expand(len(self.cu_q_lens) - len(step.cu_q_lens))
+                )
         self.clamp()
 
     def clamp(self) -> None:
@@ -276,7 +288,9 @@ class Buffers:
         else:
             seq_lens = torch.zeros(self.batch, dtype=torch.int32)
             seq_lens[: len(self._known)] = self._known
-        cu_q_lens = self.cu_q_lens.cpu() if self.ragged else torch.arange(self.batch + 1, dtype=torch.int32) * self.q_len
+        cu_q_lens = (
+            self.cu_q_lens.cpu() if self.ragged else torch.arange(self.batch + 1, dtype=torch.int32) * self.q_len
+        )
         return HostLengths(seq_lens, cu_q_lens)
 
     def _upload(self, values: Tensor, into: Tensor) -> None:
@@ -292,4 +306,3 @@ class Buffers:
         staging[: len(values)].copy_(values)
         into.copy_(staging[: len(values)], non_blocking=True)
         done.record()
-

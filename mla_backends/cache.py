@@ -286,9 +286,13 @@ class UnifiedCache:
 
     def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
         if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
-            raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows")
+            raise InvalidInput(
+                f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows"
+            )
         if not _disjoint(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
-            raise InvalidInput(f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap")
+            raise InvalidInput(
+                f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap"
+            )
         self.data = data
         self.format: Format = format
         self.num_layers = data.shape[1]
@@ -340,7 +344,9 @@ class UnifiedCache:
 
     def _make(self, i: int, kv_scale: float | Tensor | None) -> PagedCache:
         if not -self.num_layers <= i < self.num_layers:
-            raise InvalidInput(f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end")
+            raise InvalidInput(
+                f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
+            )
         if i < 0:
             return self.layer(i + self.num_layers, kv_scale=kv_scale)
         made = PagedCache(
@@ -368,7 +374,12 @@ class IndexerCache:
     """
 
     def __init__(self, data: Tensor) -> None:
-        if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 3 or data.shape[2] != _INDEXER_ROW:
+        if (
+            not isinstance(data, Tensor)
+            or data.dtype != torch.uint8
+            or data.dim() != 3
+            or data.shape[2] != _INDEXER_ROW
+        ):
             raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, page_size, {_INDEXER_ROW}] of uint8")
         if not data.numel():
             raise InvalidInput(f"data is {_shape(data)}, it takes at least one page of at least one token")
@@ -476,7 +487,9 @@ def _rows(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_dim
     page_stride, row_stride, inner = data.stride()
     wrong = []
     if str(given).removeprefix("torch.") not in layout.dtypes:
-        wrong.append(f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has")
+        wrong.append(
+            f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has"
+        )
     if found != width:
         wrong.append(
             f"data has rows of {found}, format {layout.name!r} takes {width} ({kv_lora_rank} latent + {qk_rope_head_dim} "

@@ -41,7 +41,9 @@ class Proofs:
     def __init__(self) -> None:
         self._known: dict[Instance, float | Refusal] = {}
 
-    def of(self, adapter: Adapter, serving: Serving, problem: Problem, device: Device, where: torch.device) -> float | Refusal | None:
+    def of(
+        self, adapter: Adapter, serving: Serving, problem: Problem, device: Device, where: torch.device
+    ) -> float | Refusal | None:
         """The relative error of this instance's tiny problem, or its refusal; None where the canary is turned off.
 
         Raises:
@@ -91,7 +93,9 @@ def prove(adapter: Adapter, serving: Serving, problem: Problem, device: Device, 
     try:
         error = _error(adapter, serving, problem, device, where)
     except Exception as failure:  # a library may raise anything, and that is the finding
-        return Refusal("", f"a tiny problem ended in {type(failure).__name__}: {failure}", "a kernel that runs it", "canary")
+        return Refusal(
+            "", f"a tiny problem ended in {type(failure).__name__}: {failure}", "a kernel that runs it", "canary"
+        )
     allowed = TOLERANCE[problem.cache_format]
     if not error <= allowed:
         found = f"a tiny problem is off by {error:.2g} of its norm"
@@ -109,9 +113,15 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
     page_size, heads = problem.page_size, problem.num_heads
     width, rope_width = problem.kv_lora_rank, problem.qk_rope_head_dim
     columns = -(-max(_SEQ_LENS) // page_size)
-    cache = PagedCache.allocate(2 * columns + 1, page_size, problem.cache_format, where, kv_lora_rank=width, qk_rope_head_dim=rope_width)  # type: ignore[arg-type]
+    cache = PagedCache.allocate(
+        2 * columns + 1, page_size, problem.cache_format, where, kv_lora_rank=width, qk_rope_head_dim=rope_width
+    )  # type: ignore[arg-type]
     slots = torch.arange(cache.num_slots, device=where)
-    cache.write(normal(len(slots), width).to(_model_dtype(problem)), normal(len(slots), rope_width).to(_model_dtype(problem)), slots)
+    cache.write(
+        normal(len(slots), width).to(_model_dtype(problem)),
+        normal(len(slots), rope_width).to(_model_dtype(problem)),
+        slots,
+    )
     tiny = replace(problem, batch=2, max_seq_len=max(_SEQ_LENS))
     recipe = Recipe(
         adapter=adapter,
@@ -125,6 +135,7 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
         max_seq_len=max(_SEQ_LENS),
         attn_sink=normal(heads) if problem.attn_sink else None,
         workspace=_workspace(adapter, tiny, device, where),
+        q_scale=None if problem.measured_q_scale else 0.01,
         why={},
     )
     step = StepInput()
@@ -133,18 +144,24 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
             (torch.randperm(2 * columns, generator=generator) + 1).view(2, columns).int().to(where),
             torch.tensor(_SEQ_LENS, dtype=torch.int32, device=where),
             torch.tensor(_SEQ_LENS, dtype=torch.int32),
-            torch.tensor([0, problem.q_len, problem.q_len + 1], dtype=torch.int32, device=where) if problem.ragged else None,
+            torch.tensor([0, problem.q_len, problem.q_len + 1], dtype=torch.int32, device=where)
+            if problem.ragged
+            else None,
         )
     plan = DecodePlan.start(recipe, batch=2, q_len=problem.q_len, step=step)
     lead = (problem.q_len + 1,) if problem.ragged else (2, problem.q_len)
     query = Query.from_parts(*(normal(*lead, heads, w).to(recipe.q_dtype) for w in (width, rope_width)))
     indices = None
     if problem.topk is not None:
-        indices = torch.randint(0, cache.num_slots, (*lead, problem.topk), generator=generator, dtype=torch.int32).to(where)
+        indices = torch.randint(0, cache.num_slots, (*lead, problem.topk), generator=generator, dtype=torch.int32).to(
+            where
+        )
     got = plan.run(query, cache, indices=indices).out.double().cpu()
     values = cache.dequantized()
     if indices is not None:
-        want = reference_sparse(query.latent, query.rope, values, indices, softmax_scale=recipe.softmax_scale, attn_sink=recipe.attn_sink)
+        want = reference_sparse(
+            query.latent, query.rope, values, indices, softmax_scale=recipe.softmax_scale, attn_sink=recipe.attn_sink
+        )
     else:
         assert step.block_table is not None and step.seq_lens is not None
         want = reference_decode(

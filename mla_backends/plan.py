@@ -6,7 +6,6 @@ library. `run` allocates nothing of its own, waits for nothing, and does nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
+from mla_backends.intake import Intake
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
 
@@ -55,6 +55,7 @@ class Recipe:
         max_seq_len: keys, the capacity of a row.
         attn_sink: [H] float32 or None.
         workspace: uint8 or None.
+        q_scale: of an e4m3 query, None where it is measured at each query.
         why: what decided the choice, and what the canary said, for `describe`.
     """
 
@@ -69,6 +70,7 @@ class Recipe:
     max_seq_len: int
     attn_sink: Tensor | None
     workspace: Tensor | None
+    q_scale: float | Tensor | None
     why: dict[str, Any]
 
 
@@ -100,12 +102,12 @@ class DecodePlan:
         self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
         self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
-        self._lead = torch.Size((buffers.batch, buffers.q_len))
         self._views: dict[int, DecodePlan] = {}
         self._accepted: set[Any] = set()
-        self._last_query: Query | None = None
-        self._kernel_query: Query | None = None
-        self._bring: Callable[[], None] | None = None
+        self._intake = Intake(
+            problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
+        )
+        self._slots = self._new_slots()
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
@@ -185,7 +187,9 @@ class DecodePlan:
             InvalidInput: before anything is changed.
         """
         if max_seq_len is not None and max_seq_len > self._recipe.max_seq_len:
-            raise InvalidInput(f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one")
+            raise InvalidInput(
+                f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
+            )
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
         if self._is_sparse and step.live is not None:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
@@ -205,7 +209,9 @@ class DecodePlan:
             InvalidInput: where `update_mode` is "host".
         """
         if self.update_mode == "host":
-            raise InvalidInput(f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)")
+            raise InvalidInput(
+                f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)"
+            )
         self._buffers.clamp()
         self._replan()
 
@@ -247,12 +253,7 @@ class DecodePlan:
             A packed Query [B, H', D], [B, q_len, H', D] for q_len above 1, or [B * max_q_len, H', D] when ragged, with H'
             the heads that the kernel runs.
         """
-        problem, buffers = self.problem, self._buffers
-        lead = [buffers.batch] if buffers.q_len == 1 else [buffers.batch, buffers.q_len]
-        if problem.ragged:
-            lead = [buffers.batch * buffers.q_len]
-        packed = torch.zeros(*lead, self._heads, problem.row_width, dtype=self._recipe.q_dtype, device=self._recipe.where)
-        return Query.from_packed(packed, problem.kv_lora_rank)
+        return self._intake.new_query()
 
     def run(
         self,
@@ -278,19 +279,26 @@ class DecodePlan:
         """
         if cache.facts not in self._accepted:
             self._accept_cache(cache)
-        if query is not self._last_query:
-            self._admit(query)
-        kernel, kernel_query = self._kernel, self._kernel_query
-        if kernel is None or kernel_query is None or kernel_query.latent.shape[0] == 0:
-            return self._empty(query, out, lse)
-        if self._bring is not None:
-            self._bring()
         if (indices is None) == self._is_sparse:
-            raise InvalidInput("a sparse plan takes indices, a dense one none" if self._is_sparse else "this plan is dense, it takes no indices; plan with topk")
+            raise InvalidInput(
+                "this plan is sparse, it takes indices"
+                if self._is_sparse
+                else "this plan is dense, it takes no indices; plan with topk"
+            )
+        kernel_query = self._intake.bring(query)
+        kernel = self._kernel
+        if kernel is None or kernel_query.latent.shape[0] == 0:
+            return self._empty(query, out, lse)
+        if indices is not None:
+            indices = self._sanitized(indices, query, cache)
         given = out
         if given is not None:
             self._check_out(query, given)
-        direct = given if given is not None and self._conventions.writes_out and self._heads == self.problem.num_heads else None
+        direct = (
+            given
+            if given is not None and self._conventions.writes_out and self._heads == self.problem.num_heads
+            else None
+        )
         if direct is not None and direct.ndim < kernel_query.latent.ndim:
             direct = direct.unsqueeze(1)
         with on(self._recipe.where):
@@ -300,7 +308,9 @@ class DecodePlan:
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""
         if not isinstance(cache, PagedCache):
-            raise InvalidInput(f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)")
+            raise InvalidInput(
+                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
+            )
         problem, recipe = self.problem, self._recipe
         for name in ("format", "page_size", "kv_lora_rank", "qk_rope_head_dim"):
             planned = getattr(problem, "cache_format" if name == "format" else name)
@@ -315,57 +325,47 @@ class DecodePlan:
             raise InvalidInput(f"{self.adapter} does not take this cache: " + "; ".join(map(str, refusals)))
         self._accepted.add(cache.facts)
 
-    def _admit(self, query: Query) -> None:
-        """Check a query and settle how it is brought into the kernel's form; remembered until another one comes."""
-        if not isinstance(query, Query):
-            raise InvalidInput(f"query is a {type(query).__name__}, it takes a Query; make one with Query.from_parts or from_packed")
-        self._check_query(query)
-        batched = query if self.problem.ragged else query.with_leading(self._lead)
-        kernel_query, bring = batched, None
-        if query.num_heads != self._heads or (self._conventions.query == "packed" and not query.is_packed):
-            kernel_query, bring = self._staged(batched)
-        self._last_query, self._kernel_query, self._bring = query, kernel_query, bring
+    def _new_slots(self) -> Tensor | None:
+        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes."""
+        topk = self.problem.topk
+        if topk is None:
+            return None
+        multiple = self._conventions.topk_multiple
+        rows = self._buffers.batch * self._buffers.q_len
+        return torch.full((rows, -(-topk // multiple) * multiple), -1, dtype=torch.int32, device=self._recipe.where)
 
-    def _staged(self, query: Query) -> tuple[Query, Callable[[], None]]:
-        """A buffer of the kernel's own heads and packing, and the copy that fills it from `query` at each run."""
-        lead = query.latent.shape[:-2]
-        width = query.latent.shape[-1]
-        packed = query.latent.new_zeros(*lead, self._heads, width + query.rope.shape[-1])
-        staged = Query.from_packed(packed, width)
-        heads = min(query.num_heads, self._heads)
-        target = packed.flatten(0, -3)[:, :heads]
-        latent, rope = query.latent.flatten(0, -3), query.rope.flatten(0, -3)
-        return staged, lambda: ops.concat_nope_rope(target, latent, rope)
-
-    def _check_query(self, query: Query) -> None:
-        problem, recipe, buffers = self.problem, self._recipe, self._buffers
-        widths = (query.latent.shape[-1], query.rope.shape[-1])
-        if widths != (problem.kv_lora_rank, problem.qk_rope_head_dim):
-            raise InvalidInput(f"the query is {widths[0]} + {widths[1]} wide, the cache {problem.kv_lora_rank} + {problem.qk_rope_head_dim}")
-        if query.num_heads not in (problem.num_heads, self._heads):
-            raise InvalidInput(f"the query has {query.num_heads} heads, this plan has {problem.num_heads}")
-        if query.dtype != recipe.q_dtype:
-            raise InvalidInput(f"the query is {query.dtype}, this plan's q_dtype is {recipe.q_dtype}; plan with q_dtype={query.dtype}")
-        if query.device != recipe.where:
-            raise InvalidInput(f"the query is on {query.device}, this plan's tensors are on {recipe.where}")
-        lead = tuple(query.latent.shape[:-2])
-        if problem.ragged:
-            if len(lead) != 1:
-                raise InvalidInput(f"the query has shape {list(query.latent.shape)}, a ragged plan takes [T, H, L]")
-            return
-        wanted = (buffers.batch, buffers.q_len)
-        if lead != wanted and not (lead == wanted[:1] and buffers.q_len == 1):
-            raise InvalidInput(f"the query has shape {list(query.latent.shape)}, this plan takes [{wanted[0]}, {wanted[1]}, H, L]; with max_batch, pad it to {wanted[0]} rows")
+    def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
+        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer."""
+        topk, buffers, slots = self.problem.topk, self._buffers, self._slots
+        assert slots is not None
+        assert topk is not None
+        wanted = (*query.latent.shape[:-2], topk)
+        if tuple(indices.shape) != wanted or indices.dtype != torch.int32 or indices.device != self._recipe.where:
+            raise InvalidInput(
+                f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
+                f"it takes {list(wanted)} int32 on {self._recipe.where}, a row of slots for each query row"
+            )
+        ops.sanitize_slots(slots, indices.reshape(-1, topk), cache.num_slots)
+        return slots.view(buffers.batch, buffers.q_len, -1)
 
     def _check_out(self, query: Query, out: Tensor) -> None:
         shape = (*query.latent.shape[:-2], self.problem.num_heads, self.problem.kv_lora_rank)
         if tuple(out.shape) != shape or out.dtype != self._recipe.q_dtype or out.device != self._recipe.where:
-            raise InvalidInput(f"out is {list(out.shape)} {out.dtype} on {out.device}, it takes {list(shape)} {self._recipe.q_dtype} on {self._recipe.where}")
+            raise InvalidInput(
+                f"out is {list(out.shape)} {out.dtype} on {out.device}, it takes {list(shape)} {self._recipe.q_dtype} on {self._recipe.where}"
+            )
 
     # --- the kernel's conventions into ours ---------------------------------------------------------------------------
 
     def _finish(
-        self, query: Query, raw: Tensor, raw_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, *, written: bool
+        self,
+        query: Query,
+        raw: Tensor,
+        raw_lse: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        *,
+        written: bool,
     ) -> Decoded:
         """Slice padded heads off, order the lse, and settle rows without keys: one launch, only where conventions differ."""
         conventions, problem = self._conventions, self.problem
@@ -376,7 +376,9 @@ class DecodePlan:
             assert raw_lse is not None
             ordered = self._ordered(raw_lse)[..., : problem.num_heads]
         overwrite = conventions.empty_rows in ("unwritten", "undefined") or problem.ragged
-        convert = ordered is not None and (conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged)
+        convert = ordered is not None and (
+            conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged
+        )
         if overwrite or convert:
             into = torch.empty(ordered.shape, dtype=torch.float32, device=raw.device) if ordered is not None else None
             ops.finish_rows(
@@ -398,7 +400,11 @@ class DecodePlan:
             out.copy_(raw)
         if lse is not None:
             if ordered is None or lse.shape != ordered.shape:
-                raise InvalidInput("lse is given, but this plan was made without return_lse" if ordered is None else f"lse has shape {list(lse.shape)}, it takes {list(ordered.shape)}")
+                raise InvalidInput(
+                    "lse is given, but this plan was made without return_lse"
+                    if ordered is None
+                    else f"lse has shape {list(lse.shape)}, it takes {list(ordered.shape)}"
+                )
             ordered = lse.copy_(ordered)
         return Decoded(raw if out is None else out, ordered)
 
@@ -409,7 +415,9 @@ class DecodePlan:
             return lse.transpose(1, 2)
         if axes in ("TH", "HT"):
             by_token = lse if axes == "TH" else lse.transpose(0, 1)
-            return by_token if self.problem.ragged else by_token.unflatten(0, (self._buffers.batch, self._buffers.q_len))
+            return (
+                by_token if self.problem.ragged else by_token.unflatten(0, (self._buffers.batch, self._buffers.q_len))
+            )
         return lse
 
     def _empty(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:

@@ -105,7 +105,9 @@ def _value(config: Any, *names: str) -> Any:
 def _required(config: Any, name: str) -> int:
     found = _value(config, name)
     if found is None:
-        raise InvalidInput(f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config")
+        raise InvalidInput(
+            f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config"
+        )
     return int(found)
 
 

@@ -237,6 +237,7 @@ class Conventions:
         writes_out: the kernel can write into a given `out`.
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
+        topk_multiple: what a row of sparse indices is padded to a multiple of.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
     """
@@ -251,6 +252,7 @@ class Conventions:
     strides: bool = True
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
+    topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()
 

@@ -31,7 +31,16 @@ from mla_backends.problem import Problem
 from mla_backends.support import Joint, Limit
 from mla_backends.trials import Condition, Trial
 
-__all__ = ["MUST_RUN", "BrokenRule", "Conformance", "broken_rules", "conditions", "good_case", "installed_adapters", "require_device"]
+__all__ = [
+    "MUST_RUN",
+    "BrokenRule",
+    "Conformance",
+    "broken_rules",
+    "conditions",
+    "good_case",
+    "installed_adapters",
+    "require_device",
+]
 
 MUST_RUN = "MLA_MUST_RUN"
 """Environment variable: adapters, by comma, whose kernels must run here."""
@@ -77,7 +86,9 @@ def good_case(adapter: Adapter) -> tuple[Problem, Device]:
 def with_facts(problem: Problem, device: Device, facts: Any) -> tuple[Problem, Device]:
     """Both with some fields changed; "device." comes before those of `Device`."""
     of_device = {k.removeprefix("device."): v for k, v in facts.items() if k.startswith("device.")}
-    return replace(problem, **{k: v for k, v in facts.items() if not k.startswith("device.")}), replace(device, **of_device)
+    return replace(problem, **{k: v for k, v in facts.items() if not k.startswith("device.")}), replace(
+        device, **of_device
+    )
 
 
 def broken_rules(adapter: Adapter) -> Iterator[BrokenRule]:
@@ -112,9 +123,13 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     formats = _inside(adapter, "cache_format", ("bf16",))
     pages = _inside(adapter, "page_size", (64,))
     is_sparse = None not in _inside(adapter, "topk", (None,))
-    base = Condition(cache_format=formats[0], page_size=64 if 64 in pages else pages[0], topk=192 if is_sparse else None)
+    base = Condition(
+        cache_format=formats[0], page_size=64 if 64 in pages else pages[0], topk=192 if is_sparse else None
+    )
     yield from (replace(base, num_heads=h, q_len=q) for h in HEADS for q in Q_LENS)
-    yield from (replace(base, cache_format=f, num_heads=h, q_len=q) for f in formats[1:] for h in (16, 128) for q in (1, 4))
+    yield from (
+        replace(base, cache_format=f, num_heads=h, q_len=q) for f in formats[1:] for h in (16, 128) for q in (1, 4)
+    )
     yield from (replace(base, page_size=p, num_heads=h) for p in pages if p != base.page_size for h in (16, 128))
     for layers in (1, 2, 3, 61):
         for layer in sorted({0, layers // 2, layers - 1}):
@@ -126,7 +141,9 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     if is_sparse:
         yield from (replace(base, topk=k, num_heads=h) for k in (1, 63, 64, 65, 192, 2048) for h in (8, 128))
     else:
-        yield from (replace(base, seq_lens=lens) for lens in ((0, 0, 0), (1,), (63, 64, 65, 1), LONG, tuple(range(0, 140, 7))))
+        yield from (
+            replace(base, seq_lens=lens) for lens in ((0, 0, 0), (1,), (63, 64, 65, 1), LONG, tuple(range(0, 140, 7)))
+        )
         yield replace(base, q_len=4, seq_lens=(3, 64, 66, 0, 1))
         yield replace(base, q_len=8, seq_lens=(3, 64, 300))
         yield replace(base, q_len=4, causal=False)
@@ -139,7 +156,10 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     if "fp8" in formats:
         fp8 = replace(base, cache_format="fp8")
         for scale in (0.5, 2.0):
-            yield from (replace(fp8, kv_scale=scale, kv_scale_kind=kind, num_heads=h) for kind, h in (("float", 16), ("tensor", 128)))
+            yield from (
+                replace(fp8, kv_scale=scale, kv_scale_kind=kind, num_heads=h)
+                for kind, h in (("float", 16), ("tensor", 128))
+            )
         yield replace(fp8, q_scale=0.01)
         yield replace(fp8, q_scale=0.01, num_heads=12, query="parts", q_len=2)
         yield replace(fp8, q_amax=3000.0, kv_scale=0.5)

@@ -56,7 +56,11 @@ class EagerKernel(Kernel):
         step = self.step
         assert step.seq_lens is not None
         lens = step.seq_lens.long().unsqueeze(1)
-        after = torch.arange(1 - step.q_len, 1, device=step.device) if step.problem.causal else torch.zeros(step.q_len, dtype=torch.long, device=step.device)
+        after = (
+            torch.arange(1 - step.q_len, 1, device=step.device)
+            if step.problem.causal
+            else torch.zeros(step.q_len, dtype=torch.long, device=step.device)
+        )
         return torch.arange(step.batch, device=step.device), (lens + after).clamp(min=0)
 
     def _ragged_rows(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -79,7 +83,11 @@ class EagerKernel(Kernel):
         assert step.block_table is not None
         table, page_size = step.block_table, cache.page_size
         # On a CPU the lengths are at hand; elsewhere reading them would wait for the device.
-        keys = int(seen.max()) if step.device.type == "cpu" and seen.numel() else min(step.max_seq_len, table.shape[1] * page_size)
+        keys = (
+            int(seen.max())
+            if step.device.type == "cpu" and seen.numel()
+            else min(step.max_seq_len, table.shape[1] * page_size)
+        )
 
         def source(first: int, past: int, groups: slice) -> tuple[Tensor, Tensor]:
             position = torch.arange(first, past, device=step.device)
@@ -119,7 +127,9 @@ class EagerKernel(Kernel):
                 shift = highest.masked_fill(highest == float("-inf"), 0.0)
                 kept, weights = (most - shift).exp(), (scores - shift.unsqueeze(-1)).exp()
                 total = total * kept + weights.sum(-1)
-                mixed.mul_(kept.unsqueeze(-1)).add_((weights.flatten(1, 2) @ used[..., :width]).unflatten(1, part.shape[1:3]))
+                mixed.mul_(kept.unsqueeze(-1)).add_(
+                    (weights.flatten(1, 2) @ used[..., :width]).unflatten(1, part.shape[1:3])
+                )
                 most = highest
             is_empty = total == 0
             lse[groups] = most + total.log()
@@ -142,7 +152,13 @@ class Eager(Adapter):
             unless_forced=True,
         ),
         Limit(Problem, "cache_format", OneOf(*FORMATS), refuses=(), source="mla_backends.formats"),
-        Limit(Problem, "q_dtype", OneOf("bfloat16", "float16", "float32"), refuses=("float64",), source="mla_backends.absorb"),
+        Limit(
+            Problem,
+            "q_dtype",
+            OneOf("bfloat16", "float16", "float32"),
+            refuses=("float64",),
+            source="mla_backends.absorb",
+        ),
     )
     conventions = Conventions(query="split")
 
