@@ -45,7 +45,9 @@ class Query:
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
 
-    def __init__(self, latent: Tensor, rope: Tensor, *, packed: Tensor | None = None, scale: Tensor | None = None) -> None:
+    def __init__(
+        self, latent: Tensor, rope: Tensor, *, packed: Tensor | None = None, scale: Tensor | None = None
+    ) -> None:
         """Use `from_parts` or `from_packed`."""
         _check_query(latent, rope, scale)
         buffer = _one_buffer(latent, rope) if packed is None else packed
@@ -84,7 +86,9 @@ class Query:
         return cls(packed[..., :kv_lora_rank], packed[..., kv_lora_rank:], packed=packed, scale=scale)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError(f"a Query is immutable, so {name} cannot be set; write into its tensors, or make another one")
+        raise AttributeError(
+            f"a Query is immutable, so {name} cannot be set; write into its tensors, or make another one"
+        )
 
     def __repr__(self) -> str:
         kind = "packed" if self.is_packed else "two tensors"
@@ -159,7 +163,9 @@ class AbsorbWeights:
     def __init__(self, w_uk: Tensor, w_uv: Tensor) -> None:
         for name, found in (("w_uk", w_uk), ("w_uv", w_uv)):
             if not isinstance(found, Tensor) or found.dim() != 3 or found.dtype not in _PLAIN:
-                raise InvalidInput(f"{name} is {_shape(found)}, it takes three dimensions of bfloat16, float16 or float32")
+                raise InvalidInput(
+                    f"{name} is {_shape(found)}, it takes three dimensions of bfloat16, float16 or float32"
+                )
         if (w_uk.shape[0], w_uk.shape[2]) != tuple(w_uv.shape[:2]):
             raise InvalidInput(
                 f"w_uk is {_shape(w_uk)} and w_uv {_shape(w_uv)}, they take [H, N, L] and [H, L, V] of one H and one L"
@@ -243,20 +249,16 @@ class AbsorbWeights:
                 f"q_nope is {_shape(q_nope)} and q_pe {_shape(q_pe)}, these weights take q_nope [B, (q,) {heads}, {nope}] "
                 f"and q_pe [B, (q,) {heads}, R]"
             )
-        if q_nope.dtype != self.w_uk.dtype or q_pe.dtype != self.w_uk.dtype:
-            raise InvalidInput(f"q_nope is {q_nope.dtype} and q_pe {q_pe.dtype}, these weights take {self.w_uk.dtype}")
         if out is None:
             shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
             target = Query.from_packed(torch.empty(shape, dtype=q_nope.dtype, device=q_nope.device), rank)
         else:
             target = out.with_leading(leading)
-            shape_, width, dtype, _ = target.facts
-            if shape_[-2] < heads or shape_[-1] != rank or width != q_pe.shape[-1]:
+            shape_out, width, _, _ = target.facts
+            if shape_out[-2] < heads or shape_out[-1] != rank or width != q_pe.shape[-1]:
                 raise InvalidInput(
                     f"out is {out}, these weights and q_pe take at least {heads} heads of {rank} + {q_pe.shape[-1]}"
                 )
-            if dtype not in (q_nope.dtype, _E4M3):
-                raise InvalidInput(f"out is {dtype}, it takes {q_nope.dtype} as the query, or float8_e4m3fn with its scale")
         for latent, rope, q, pe in _by_tokens(target.latent, target.rope, q_nope, q_pe):
             ops.absorb_query(latent, rope, q, pe, self.w_uk, target.scale)
         return target
@@ -272,13 +274,15 @@ class AbsorbWeights:
             InvalidInput: if heads, widths, dtypes or devices disagree.
         """
         heads, rank, value = self.w_uv.shape
-        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank) or latent.dtype != self.w_uv.dtype:
-            raise InvalidInput(f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}] of {self.w_uv.dtype}")
+        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
+            raise InvalidInput(
+                f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}]"
+            )
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
-        elif out.shape != shape or out.dtype != latent.dtype:
-            raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)} of {latent.dtype}")
+        elif out.shape != shape:
+            raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)}, as the latent has it")
         for values, rows in _by_tokens(out, latent):
             ops.batched_matmul(values.transpose(0, 1), rows.transpose(0, 1), self.w_uv)
         return out
@@ -311,9 +315,13 @@ def _check_query(latent: Tensor, rope: Tensor, scale: Tensor | None) -> None:
                 f"{name} is {_shape(found)}, it takes [B, (q,) H, ..] of bfloat16, float16, float32 or float8_e4m3fn"
             )
         if not _dense(found):
-            raise InvalidInput(f"{name} has stride {found.stride(-1)} in its last dimension, it takes 1: make it contiguous")
+            raise InvalidInput(
+                f"{name} has stride {found.stride(-1)} in its last dimension, it takes 1: make it contiguous"
+            )
     if latent.shape[:-1] != rope.shape[:-1]:
-        raise InvalidInput(f"latent is {_shape(latent)} and rope {_shape(rope)}, they take one shape but for the last dimension")
+        raise InvalidInput(
+            f"latent is {_shape(latent)} and rope {_shape(rope)}, they take one shape but for the last dimension"
+        )
     if latent.dtype != rope.dtype or latent.device != rope.device:
         raise InvalidInput(
             f"latent is {latent.dtype} on {latent.device} and rope {rope.dtype} on {rope.device}, they take one of each"
@@ -322,7 +330,12 @@ def _check_query(latent: Tensor, rope: Tensor, scale: Tensor | None) -> None:
         if scale is not None:
             raise InvalidInput(f"scale is given for a {latent.dtype} query, it belongs to float8_e4m3fn: leave it out")
         return
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != latent.device:
+    if (
+        not isinstance(scale, Tensor)
+        or scale.dtype != torch.float32
+        or scale.numel() != 1
+        or scale.device != latent.device
+    ):
         raise InvalidInput(f"scale is {_shape(scale)}, a float8_e4m3fn query takes one float32 on {latent.device}")
 
 

@@ -270,8 +270,9 @@ class PagedCache:
             return rows.float() if self.scale is None else rows.float() * self.scale
         fields = format_named(self.format).fields(self.kv_lora_rank, self.qk_rope_head_dim)
         part = {field.name: _field(rows, field, field.offset) for field in fields}
-        tiled = part["latent"].unflatten(-1, (part["scale"].shape[-1], -1)) * part["scale"].unsqueeze(-1)
-        return torch.cat((tiled.flatten(-2), part["rope"]), -1)
+        latent, scale = part["latent"], part["scale"]
+        tiles = latent.view(*scale.shape, -1) * scale.unsqueeze(-1)
+        return torch.cat((tiles.view(latent.shape), part["rope"]), -1)
 
 
 class UnifiedCache:
@@ -286,9 +287,13 @@ class UnifiedCache:
 
     def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
         if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
-            raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows")
+            raise InvalidInput(
+                f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows"
+            )
         if not _disjoint(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
-            raise InvalidInput(f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap")
+            raise InvalidInput(
+                f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap"
+            )
         self.data = data
         self.format: Format = format
         self.num_layers = data.shape[1]
@@ -340,7 +345,9 @@ class UnifiedCache:
 
     def _make(self, i: int, kv_scale: float | Tensor | None) -> PagedCache:
         if not -self.num_layers <= i < self.num_layers:
-            raise InvalidInput(f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end")
+            raise InvalidInput(
+                f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
+            )
         if i < 0:
             return self.layer(i + self.num_layers, kv_scale=kv_scale)
         made = PagedCache(
@@ -368,7 +375,12 @@ class IndexerCache:
     """
 
     def __init__(self, data: Tensor) -> None:
-        if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 3 or data.shape[2] != _INDEXER_ROW:
+        if (
+            not isinstance(data, Tensor)
+            or data.dtype != torch.uint8
+            or data.dim() != 3
+            or data.shape[2] != _INDEXER_ROW
+        ):
             raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, page_size, {_INDEXER_ROW}] of uint8")
         if not data.numel():
             raise InvalidInput(f"data is {_shape(data)}, it takes at least one page of at least one token")
@@ -425,7 +437,8 @@ class IndexerCache:
             )
             for field in INDEXER
         }
-        return part["key"].unflatten(-1, (self.page_size, INDEXER_WIDTH)) * part["scale"].unsqueeze(-1)
+        key, scale = part["key"], part["scale"]
+        return key.view(*scale.shape, INDEXER_WIDTH) * scale.unsqueeze(-1)
 
 
 # --- what a tensor must be ------------------------------------------------------------------------------------------------
@@ -476,7 +489,9 @@ def _rows(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_dim
     page_stride, row_stride, inner = data.stride()
     wrong = []
     if str(given).removeprefix("torch.") not in layout.dtypes:
-        wrong.append(f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has")
+        wrong.append(
+            f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has"
+        )
     if found != width:
         wrong.append(
             f"data has rows of {found}, format {layout.name!r} takes {width} ({kv_lora_rank} latent + {qk_rope_head_dim} "

@@ -110,7 +110,9 @@ def _paged_keys(values: Tensor, pages: list[int], length: int) -> Tensor:
     for first in range(0, length, page_size):
         page = pages[first // page_size]
         if not 0 <= page < num_pages:
-            raise InvalidInput(f"block_table has page {page} for token {first} of {length}, it takes 0 to {num_pages - 1}")
+            raise InvalidInput(
+                f"block_table has page {page} for token {first} of {length}, it takes 0 to {num_pages - 1}"
+            )
         last = min(first + page_size, length)
         keys[first:last] = values[page, : last - first]
     return keys
