@@ -6,7 +6,6 @@ concatenated; `AbsorbWeights.query` writes into it in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -108,8 +107,13 @@ class Query:
             shape = (*self.latent.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1])
             buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
             object.__setattr__(self, "_buffer", buffer)
-        for out, latent, rope in _by_tokens(buffer, self.latent, self.rope):
-            ops.concat_nope_rope(out, latent, rope)
+        latent, rope = _merged(self.latent), _merged(self.rope)
+        if latent is None or rope is None:
+            rank = self.latent.shape[-1]
+            buffer[..., :rank].copy_(self.latent)
+            buffer[..., rank:].copy_(self.rope)
+            return buffer
+        ops.concat_nope_rope(_tokens(buffer), latent, rope)
         return buffer
 
     @property
@@ -135,7 +139,9 @@ class Query:
         known = self._reshaped.get(leading)
         if known is not None:
             return known
-        latent, rope = _view(self.latent, leading), _view(self.rope, leading)
+        latent = rope = None
+        if len(leading) != self.latent.dim() - 2:
+            latent, rope = _view(self.latent, leading), _view(self.rope, leading)
         packed = _view(self._buffer, leading) if self.is_packed and self._buffer is not None else None
         if latent is None or rope is None:
             raise InvalidInput(
@@ -228,6 +234,8 @@ class AbsorbWeights:
     def query(self, q_nope: Tensor, q_pe: Tensor, *, out: Query | None = None) -> Query:
         """Fold W_UK into the query, so that attention runs on latent rows: one bmm, written in place.
 
+        No outer stride costs a copy, but for a q axis that does not merge with B (a slice along q).
+
         Args:
             q_nope: [B, (q,) H, N] in the weights' dtype, any outer strides.
             q_pe: the rotated part, [B, (q,) H, R], any outer strides.
@@ -259,8 +267,15 @@ class AbsorbWeights:
                 raise InvalidInput(
                     f"out is {out}, these weights and q_pe take at least {heads} heads of {rank} + {q_pe.shape[-1]}"
                 )
-        for latent, rope, q, pe in _by_tokens(target.latent, target.rope, q_nope, q_pe):
-            ops.absorb_query(latent, rope, q, pe, self.w_uk, target.scale)
+        latent, rope = _merged(target.latent), _merged(target.rope)
+        if latent is None or rope is None:
+            shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
+            buffer = torch.empty(shape, dtype=target.dtype, device=target.device)
+            made = self.query(q_nope, q_pe, out=Query.from_packed(buffer, rank, scale=target.scale))
+            target.latent[..., :heads, :].copy_(made.latent)
+            target.rope[..., :heads, :].copy_(made.rope)
+            return target
+        ops.absorb_query(latent, rope, _tokens(q_nope), _tokens(q_pe), self.w_uk, target.scale)
         return target
 
     def project(self, latent: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -275,16 +290,16 @@ class AbsorbWeights:
         """
         heads, rank, value = self.w_uv.shape
         if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
-            raise InvalidInput(
-                f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}]"
-            )
+            raise InvalidInput(f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}]")
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
         elif out.shape != shape:
             raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)}, as the latent has it")
-        for values, rows in _by_tokens(out, latent):
-            ops.batched_matmul(values.transpose(0, 1), rows.transpose(0, 1), self.w_uv)
+        values = _merged(out)
+        if values is None:
+            return out.copy_(self.project(latent))
+        ops.batched_matmul(values.transpose(0, 1), _tokens(latent).transpose(0, 1), self.w_uv)
         return out
 
     def copy_(self, other: AbsorbWeights) -> None:
@@ -359,22 +374,19 @@ def _view(tensor: Tensor, leading: torch.Size) -> Tensor | None:
         return None
 
 
-def _by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q.
+def _merged(x: Tensor) -> Tensor | None:
+    """[B, (q,) H, X] as [T, H, X] over the same memory; None where no single stride leads from token to token."""
+    if x.dim() == 3:
+        return x
+    batch, q_len = x.shape[:2]
+    if batch <= 1 or q_len <= 1 or x.stride(0) == q_len * x.stride(1):
+        return x.flatten(0, 1)
+    return None
 
-    Nothing is copied, and there is nothing where there is no token.
-    """
-    if not tensors[0].shape[:-2].numel():
-        return
-    if tensors[0].dim() == 3:
-        yield tensors
-        return
-    batch, q_len = tensors[0].shape[:2]
-    if all(batch == 1 or q_len == 1 or t.stride(0) == q_len * t.stride(1) for t in tensors):
-        yield tuple(t.flatten(0, 1) for t in tensors)
-        return
-    for i in range(q_len):
-        yield tuple(t[:, i] for t in tensors)
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, (q,) H, X] as [T, H, X]; copied where B and q do not merge, so that a product's bits do not depend on that."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
 
 
 def _dequantized(weight: Tensor, scale: Tensor | None, block: tuple[int, int]) -> Tensor:

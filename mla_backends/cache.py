@@ -271,7 +271,8 @@ class PagedCache:
         fields = format_named(self.format).fields(self.kv_lora_rank, self.qk_rope_head_dim)
         part = {field.name: _field(rows, field, field.offset) for field in fields}
         latent, scale = part["latent"], part["scale"]
-        tiles = latent.view(*scale.shape, -1) * scale.unsqueeze(-1)
+        tile = latent.shape[-1] // scale.shape[-1]
+        tiles = latent.view(*scale.shape, tile) * scale.unsqueeze(-1)
         return torch.cat((tiles.view(latent.shape), part["rope"]), -1)
 
 

@@ -149,7 +149,9 @@ def test_alignment_is_that_of_the_base_address(offset, alignment):
 @pytest.mark.parametrize(("page_pad", "row_pad", "alignment"), [(8, 0, 16), (4, 0, 8), (0, 2, 4), (0, 8, 16)])
 def test_alignment_is_that_of_the_strides(page_pad, row_pad, alignment):
     row, page = 576 + row_pad, PAGE_SIZE * (576 + row_pad) + page_pad
-    cache = PagedCache(torch.zeros(PAGES * page, dtype=torch.bfloat16).as_strided((PAGES, PAGE_SIZE, 576), (page, row, 1)), "bf16")
+    cache = PagedCache(
+        torch.zeros(PAGES * page, dtype=torch.bfloat16).as_strided((PAGES, PAGE_SIZE, 576), (page, row, 1)), "bf16"
+    )
     assert cache.alignment == alignment
     assert cache.packed_rows == (row_pad == 0)
     assert cache.packed_pages == (page_pad == 0)
@@ -226,7 +228,9 @@ def test_a_scale_is_a_positive_finite_number(kv_scale):
         PagedCache.allocate(2, 2, "fp8", "cpu", kv_scale=kv_scale)
 
 
-@pytest.mark.parametrize("kv_scale", [torch.ones(1).double(), torch.ones(2), torch.ones(0), torch.ones(1, device="meta")])
+@pytest.mark.parametrize(
+    "kv_scale", [torch.ones(1).double(), torch.ones(2), torch.ones(0), torch.ones(1, device="meta")]
+)
 def test_a_scale_tensor_is_one_float32_on_the_device(kv_scale):
     with pytest.raises(InvalidInput, match="kv_scale is .* it takes one float32 on cpu"):
         PagedCache.allocate(2, 2, "fp8", "cpu", kv_scale=kv_scale)
