@@ -6,7 +6,7 @@ concatenated; `AbsorbWeights.query` writes into it in place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,7 @@ from mla_backends import ops
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Geometry
 
-__all__ = ["AbsorbWeights", "Query", "by_tokens"]
+__all__ = ["AbsorbWeights", "Query"]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
@@ -131,8 +131,13 @@ class Query:
             shape = (*self.latent.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1])
             buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
             object.__setattr__(self, "_buffer", buffer)
-        for out, latent, rope in by_tokens(buffer, self.latent, self.rope):
-            ops.concat_nope_rope(out, latent, rope)
+        latent, rope = _merged(self.latent), _merged(self.rope)
+        if latent is None or rope is None:
+            rank = self.latent.shape[-1]
+            buffer[..., :rank].copy_(self.latent)
+            buffer[..., rank:].copy_(self.rope)
+            return buffer
+        ops.concat_nope_rope(_tokens(buffer), latent, rope)
         return buffer
 
     @property
@@ -158,7 +163,9 @@ class Query:
         known = self._reshaped.get(leading)
         if known is not None:
             return known
-        latent, rope = _view(self.latent, leading), _view(self.rope, leading)
+        latent = rope = None
+        if len(leading) != self.latent.dim() - 2:
+            latent, rope = _view(self.latent, leading), _view(self.rope, leading)
         packed = _view(self._buffer, leading) if self.is_packed and self._buffer is not None else None
         if latent is None or rope is None:
             raise InvalidInput(
@@ -253,6 +260,8 @@ class AbsorbWeights:
     def query(self, q_nope: Tensor, q_pe: Tensor, *, out: Query | None = None) -> Query:
         """Fold W_UK into the query, so that attention runs on latent rows: one bmm, written in place.
 
+        No outer stride costs a copy, but for a q axis that does not merge with B (a slice along q).
+
         Args:
             q_nope: [B, (q,) H, N] in the weights' dtype, any outer strides.
             q_pe: the rotated part, [B, (q,) H, R], any outer strides.
@@ -274,28 +283,29 @@ class AbsorbWeights:
                 f"q_nope is {_shape(q_nope)} and q_pe {_shape(q_pe)}, these weights take q_nope [B, (q,) {heads}, {nope}] "
                 f"and q_pe [B, (q,) {heads}, R]"
             )
-        if q_nope.dtype != self.w_uk.dtype or q_pe.dtype != self.w_uk.dtype:
-            raise InvalidInput(f"q_nope is {q_nope.dtype} and q_pe {q_pe.dtype}, these weights take {self.w_uk.dtype}")
         if out is None:
             shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
             target = Query.from_packed(torch.empty(shape, dtype=q_nope.dtype, device=q_nope.device), rank)
         else:
             target = out.with_leading(leading)
-            shape_, width, dtype, _ = target.facts
-            if shape_[-2] < heads or shape_[-1] != rank or width != q_pe.shape[-1]:
+            shape_out, width, _, _ = target.facts
+            if shape_out[-2] < heads or shape_out[-1] != rank or width != q_pe.shape[-1]:
                 raise InvalidInput(
                     f"out is {out}, these weights and q_pe take at least {heads} heads of {rank} + {q_pe.shape[-1]}"
-                )
-            if dtype not in (q_nope.dtype, _E4M3):
-                raise InvalidInput(
-                    f"out is {dtype}, it takes {q_nope.dtype} as the query, or float8_e4m3fn with its scale"
                 )
         if target._staging is not None and target._settle is not None:
             self.query(q_nope, q_pe, out=target._staging)
             target._settle()
             return target
-        for latent, rope, q, pe in by_tokens(target.latent, target.rope, q_nope, q_pe):
-            ops.absorb_query(latent, rope, q, pe, self.w_uk, target.scale)
+        latent, rope = _merged(target.latent), _merged(target.rope)
+        if latent is None or rope is None:
+            shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
+            buffer = torch.empty(shape, dtype=target.dtype, device=target.device)
+            made = self.query(q_nope, q_pe, out=Query.from_packed(buffer, rank, scale=target.scale))
+            target.latent[..., :heads, :].copy_(made.latent)
+            target.rope[..., :heads, :].copy_(made.rope)
+            return target
+        ops.absorb_query(latent, rope, _tokens(q_nope), _tokens(q_pe), self.w_uk, target.scale)
         return target
 
     def project(self, latent: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -309,17 +319,17 @@ class AbsorbWeights:
             InvalidInput: if heads, widths, dtypes or devices disagree.
         """
         heads, rank, value = self.w_uv.shape
-        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank) or latent.dtype != self.w_uv.dtype:
-            raise InvalidInput(
-                f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}] of {self.w_uv.dtype}"
-            )
+        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
+            raise InvalidInput(f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}]")
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
-        elif out.shape != shape or out.dtype != latent.dtype:
-            raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)} of {latent.dtype}")
-        for values, rows in by_tokens(out, latent):
-            ops.batched_matmul(values.transpose(0, 1), rows.transpose(0, 1), self.w_uv)
+        elif out.shape != shape:
+            raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)}, as the latent has it")
+        values = _merged(out)
+        if values is None:
+            return out.copy_(self.project(latent))
+        ops.batched_matmul(values.transpose(0, 1), _tokens(latent).transpose(0, 1), self.w_uv)
         return out
 
     def copy_(self, other: AbsorbWeights) -> None:
@@ -394,22 +404,19 @@ def _view(tensor: Tensor, leading: torch.Size) -> Tensor | None:
         return None
 
 
-def by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Tensors of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q.
+def _merged(x: Tensor) -> Tensor | None:
+    """[B, (q,) H, X] as [T, H, X] over the same memory; None where no single stride leads from token to token."""
+    if x.dim() == 3:
+        return x
+    batch, q_len = x.shape[:2]
+    if batch <= 1 or q_len <= 1 or x.stride(0) == q_len * x.stride(1):
+        return x.flatten(0, 1)
+    return None
 
-    Nothing is copied, and there is nothing where there is no token.
-    """
-    if not tensors[0].shape[:-2].numel():
-        return
-    if tensors[0].dim() == 3:
-        yield tensors
-        return
-    batch, q_len = tensors[0].shape[:2]
-    if all(batch == 1 or q_len == 1 or t.stride(0) == q_len * t.stride(1) for t in tensors):
-        yield tuple(t.flatten(0, 1) for t in tensors)
-        return
-    for i in range(q_len):
-        yield tuple(t[:, i] for t in tensors)
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, (q,) H, X] as [T, H, X]; copied where B and q do not merge, so that a product's bits do not depend on that."""
+    return x if x.dim() == 3 else x.flatten(0, 1)
 
 
 def _dequantized(weight: Tensor, scale: Tensor | None, block: tuple[int, int]) -> Tensor:

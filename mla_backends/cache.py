@@ -270,8 +270,10 @@ class PagedCache:
             return rows.float() if self.scale is None else rows.float() * self.scale
         fields = format_named(self.format).fields(self.kv_lora_rank, self.qk_rope_head_dim)
         part = {field.name: _field(rows, field, field.offset) for field in fields}
-        tiled = part["latent"].unflatten(-1, (part["scale"].shape[-1], -1)) * part["scale"].unsqueeze(-1)
-        return torch.cat((tiled.flatten(-2), part["rope"]), -1)
+        latent, scale = part["latent"], part["scale"]
+        tile = latent.shape[-1] // scale.shape[-1]
+        tiles = latent.view(*scale.shape, tile) * scale.unsqueeze(-1)
+        return torch.cat((tiles.view(latent.shape), part["rope"]), -1)
 
 
 class UnifiedCache:
@@ -436,7 +438,8 @@ class IndexerCache:
             )
             for field in INDEXER
         }
-        return part["key"].unflatten(-1, (self.page_size, INDEXER_WIDTH)) * part["scale"].unsqueeze(-1)
+        key, scale = part["key"], part["scale"]
+        return key.view(*scale.shape, INDEXER_WIDTH) * scale.unsqueeze(-1)
 
 
 # --- what a tensor must be ------------------------------------------------------------------------------------------------
