@@ -1,0 +1,221 @@
+"""The ops on slots and on finished rows: what a sparse kernel reads, and what any kernel wrote.
+
+Emptiness is decided from lengths, never from what a kernel left behind, except where there are none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from mla_backends import torch_ops
+from mla_backends.op_table import dense_last, one_device, refuse, register, requests
+from mla_backends.result import Decoded
+
+__all__ = ["compact_slots", "finish_rows", "merge_partials", "sanitize_slots", "select_slots"]
+
+_INT32_MAX = 2**31 - 1
+
+_finish_rows = register(
+    "finish_rows(Tensor(a!)? out, Tensor(b!)? lse, Tensor? raw_lse, Tensor? seq_lens, Tensor? cu_q_lens, int q_len, "
+    "bool causal, bool base2) -> ()",
+    torch_ops.finish_rows,
+)
+_select_slots = register(
+    "select_slots(Tensor(a!) out, Tensor positions, Tensor block_table, int page_size, Tensor? seq_lens) -> ()",
+    torch_ops.select_slots,
+)
+_sanitize_slots = register(
+    "sanitize_slots(Tensor(a!) out, Tensor slots, int num_slots) -> ()", torch_ops.sanitize_slots
+)
+_compact_slots = register(
+    "compact_slots(Tensor(a!) out, Tensor(b!) counts, Tensor slots, int num_slots, int page_size, "
+    "int rows_per_page) -> ()",
+    torch_ops.compact_slots,
+)
+_merge_partials = register(
+    "merge_partials(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()", torch_ops.merge_partials
+)
+
+
+def finish_rows(
+    out: Tensor | None,
+    lse: Tensor | None,
+    raw_lse: Tensor | None,
+    seq_lens: Tensor | None,
+    *,
+    q_len: int,
+    causal: bool,
+    base2: bool,
+    overwrite_out: bool,
+    cu_q_lens: Tensor | None = None,
+) -> None:
+    """Bring a kernel's rows to the one convention: natural lse, and rows that see no key out 0, lse -inf.
+
+    Row i of a request sees seq_len - q_len + i + 1 keys (causal) or seq_len; it is empty where that is not
+    above 0, or past cu_q_lens[-1].
+
+    Args:
+        out: [B, q, H, X] or [T, H, X], any outer strides; None if not overwrite_out.
+        lse: out's shape without its last dimension, float32, any strides; None if nobody wants it. May be raw_lse.
+        raw_lse: lse's shape, float32, any strides, as the kernel gave it; None with lse.
+        seq_lens: [B] int32. None (sparse): empty is where raw_lse is infinite.
+        q_len: rows a request; ignored with cu_q_lens.
+        base2: raw_lse is a base-2 logarithm.
+        overwrite_out: write 0 to the empty rows of out.
+        cu_q_lens: [B + 1] int32, for ragged rows [T, H].
+
+    Raises:
+        InvalidInput: if shapes, dtypes or devices disagree, or nothing says which rows are empty.
+    """
+    if not overwrite_out:
+        out = None
+    shape = lse.shape if lse is not None else out.shape[:-1] if out is not None else None
+    if shape is None:
+        return
+    if len(shape) not in (2, 3) or (out is not None and out.shape[:-1] != shape):
+        raise refuse(
+            "out and lse",
+            [list(x.shape) for x in (out, lse) if x is not None],
+            "[.., H, X] and [.., H], of T or B, q rows",
+        )
+    if len(shape) == 3 and (cu_q_lens is not None or shape[1] != q_len):
+        raise refuse("lse", list(shape), f"[T, H] with cu_q_lens, else [B, {q_len}, H]")
+    if raw_lse is None and (lse is not None or seq_lens is None):
+        raise refuse("raw_lse", None, "a tensor of lse's shape, as lse or emptiness comes from it")
+    for name, x in (("lse", lse), ("raw_lse", raw_lse)):
+        if x is not None and (x.shape != shape or x.dtype != torch.float32):
+            raise refuse(name, f"{list(x.shape)} {x.dtype}", f"{list(shape)} float32")
+    first = lse if lse is not None else out
+    assert first is not None
+    device = first.get_device()
+    one_device(device, out=out, raw_lse=raw_lse)
+    if out is not None:
+        dense_last(out=out)
+    requests(math.prod(shape[:-1]), seq_lens, cu_q_lens, q_len, device)
+    if first.numel():
+        _finish_rows(device >= 0, out, lse, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)
+
+
+def select_slots(
+    out: Tensor, positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None = None
+) -> None:
+    """DSA's request-local top-k positions to slots; -1 for none.
+
+    None is a position below 0, past the table's width or at or past its request's length, and a page id below 0.
+
+    Args:
+        out: [B, (q,) >= topk] int32; columns past topk become -1.
+        positions: [B, (q,) topk] int32 or int64.
+        block_table: [B, W] int32 or int64 page ids, any row stride.
+        page_size: tokens a page.
+        seq_lens: [B] int32, keys a request.
+
+    Raises:
+        InvalidInput: if shapes, dtypes, devices or last strides disagree.
+    """
+    if positions.dim() not in (2, 3) or out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
+        raise refuse(
+            "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
+        )
+    if block_table.dim() != 2 or block_table.shape[0] != positions.shape[0]:
+        raise refuse("block_table", list(block_table.shape), f"[{positions.shape[0]}, W], from positions")
+    for name, x in (("positions", positions), ("block_table", block_table)):
+        if x.dtype not in (torch.int32, torch.int64):
+            raise refuse(f"the dtype of {name}", x.dtype, "int32 or int64")
+    if out.dtype != torch.int32:
+        raise refuse("the dtype of out", out.dtype, "int32")
+    if page_size < 1:
+        raise refuse("page_size", page_size, "at least 1")
+    if seq_lens is not None and (seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1]):
+        raise refuse("seq_lens", f"{list(seq_lens.shape)} {seq_lens.dtype}", f"[{positions.shape[0]}] int32")
+    dense_last(out=out, positions=positions, block_table=block_table)
+    device = out.get_device()
+    one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
+    if out.numel():
+        _select_slots(device >= 0, out, positions, block_table, page_size, seq_lens)
+
+
+def _checked_rows(out: Tensor, slots: Tensor) -> int:
+    """The device of two [N, K] int32 tables, out at least as wide as slots."""
+    if slots.dim() != 2 or out.dim() != 2 or out.shape[0] != slots.shape[0] or out.shape[1] < slots.shape[1]:
+        raise refuse("out and slots", [list(x.shape) for x in (out, slots)], "[N, at least K] and [N, K]")
+    if slots.dtype != torch.int32 or out.dtype != torch.int32:
+        raise refuse("the dtype of out and slots", f"{out.dtype} and {slots.dtype}", "int32")
+    dense_last(out=out, slots=slots)
+    device = out.get_device()
+    one_device(device, slots=slots)
+    return device
+
+
+def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:
+    """out = slots, -1 for every slot outside [0, num_slots) and in the columns past K.
+
+    Args:
+        out: [N, >= K] int32, any row stride. May be slots.
+        slots: [N, K] int32, any row stride.
+
+    Raises:
+        InvalidInput: if shapes, dtypes, devices or last strides disagree.
+    """
+    device = _checked_rows(out, slots)
+    if out.numel():
+        _sanitize_slots(device >= 0, out, slots, num_slots)
+
+
+def compact_slots(
+    out: Tensor, counts: Tensor, slots: Tensor, num_slots: int, *, page_size: int = 1, rows_per_page: int = 1
+) -> None:
+    """The slots inside [0, num_slots) of each row, moved to its front in their order, as row ids; 0 past them.
+
+    Args:
+        out: [N, >= K] int32, any row stride, not slots: (slot // page_size) * rows_per_page + slot % page_size.
+        counts: [N] int32, contiguous: how many.
+        slots: [N, K] int32, any row stride.
+        page_size: tokens a page of the cache.
+        rows_per_page: rows between two pages' starts, for a kernel that sees the cache as pages of one row.
+
+    Raises:
+        InvalidInput: if shapes, dtypes, devices or last strides disagree, or a row id would not fit in int32.
+    """
+    device = _checked_rows(out, slots)
+    if counts.dtype != torch.int32 or counts.shape != slots.shape[:1] or not counts.is_contiguous():
+        raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{slots.shape[0]}] int32, contiguous")
+    one_device(device, counts=counts)
+    if page_size < 1 or rows_per_page < 1:
+        raise refuse("page_size and rows_per_page", f"{page_size} and {rows_per_page}", "at least 1")
+    largest = (max(num_slots, 1) - 1) // page_size * rows_per_page + page_size - 1
+    if largest > _INT32_MAX:
+        raise refuse("the largest row id", largest, f"at most {_INT32_MAX}")
+    if out.shape[0]:
+        _compact_slots(device >= 0, out, counts, slots, num_slots, page_size, rows_per_page)
+
+
+def merge_partials(outs: Tensor, lses: Tensor) -> Decoded:
+    """Partial results over disjoint keys into one, weighted by exp(lse); parts with an infinite lse are neutral.
+
+    Args:
+        outs: [P, B, (q,) H, L], any float dtype.
+        lses: [P, B, (q,) H] float32, natural logarithm.
+
+    Returns:
+        out [B, (q,) H, L] in the dtype of outs, accumulated in float32; lse [B, (q,) H].
+
+    Raises:
+        InvalidInput: if shapes, dtypes or devices disagree, or there is no part.
+    """
+    if outs.dim() < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] < 1:
+        raise refuse(
+            "outs and lses", [list(x.shape) for x in (outs, lses)], "[P, .., H, L] and [P, .., H], P at least 1"
+        )
+    if lses.dtype != torch.float32 or not outs.dtype.is_floating_point:
+        raise refuse("the dtype of outs and lses", f"{outs.dtype} and {lses.dtype}", "a float dtype and float32")
+    device = outs.get_device()
+    one_device(device, lses=lses)
+    out = torch.empty(outs.shape[1:], dtype=outs.dtype, device=outs.device)
+    lse = torch.empty(lses.shape[1:], dtype=torch.float32, device=lses.device)
+    if lse.numel():
+        _merge_partials(device >= 0, out, lse, outs, lses)
+    return Decoded(out, lse)
