@@ -63,6 +63,7 @@ class Query:
     ) -> None:
         """Use `from_parts` or `from_packed`."""
         _check_query(latent, rope, scale)
+        latent, rope = _detached(latent), _detached(rope)
         buffer = _one_buffer(latent, rope) if packed is None else packed
         put = object.__setattr__
         put(self, "latent", latent)
@@ -96,8 +97,11 @@ class Query:
         Raises:
             InvalidInput: if the last dimension is less than kv_lora_rank, and as `from_parts`.
         """
+        if isinstance(kv_lora_rank, bool) or not isinstance(kv_lora_rank, int) or kv_lora_rank < 1:
+            raise InvalidInput(f"kv_lora_rank is {kv_lora_rank!r}, it takes a whole number of at least 1")
         if not isinstance(packed, Tensor) or packed.dim() not in (3, 4) or packed.shape[-1] < kv_lora_rank:
             raise InvalidInput(f"packed is {_shape(packed)}, it takes [B, (q,) H, D] with D of at least {kv_lora_rank}")
+        packed = _detached(packed)
         return cls(packed[..., :kv_lora_rank], packed[..., kv_lora_rank:], packed=packed, scale=scale)
 
     def written_through(self, staging: Query, settle: Callable[[], None]) -> Query:
@@ -277,6 +281,8 @@ class AbsorbWeights:
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
         """
         heads, nope, rank = self.w_uk.shape
+        if not isinstance(q_nope, Tensor) or not isinstance(q_pe, Tensor):
+            raise InvalidInput(f"q_nope is {_shape(q_nope)} and q_pe {_shape(q_pe)}, they take tensors")
         leading = q_nope.shape[:-2]
         if len(leading) not in (1, 2) or q_nope.shape[-2:] != (heads, nope) or q_pe.shape[:-1] != q_nope.shape[:-1]:
             raise InvalidInput(
@@ -286,6 +292,8 @@ class AbsorbWeights:
         if out is None:
             shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
             target = Query.from_packed(torch.empty(shape, dtype=q_nope.dtype, device=q_nope.device), rank)
+        elif not isinstance(out, Query):
+            raise InvalidInput(f"out is {_shape(out)}, it takes a Query such as `DecodePlan.new_query` makes")
         else:
             target = out.with_leading(leading)
             shape_out, width, _, _ = target.facts
@@ -319,12 +327,12 @@ class AbsorbWeights:
             InvalidInput: if heads, widths, dtypes or devices disagree.
         """
         heads, rank, value = self.w_uv.shape
-        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
+        if not isinstance(latent, Tensor) or latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
             raise InvalidInput(f"latent is {_shape(latent)}, these weights take [B, (q,) {heads}, {rank}]")
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
-        elif out.shape != shape:
+        elif not isinstance(out, Tensor) or out.shape != shape:
             raise InvalidInput(f"out is {_shape(out)}, it takes {list(shape)}, as the latent has it")
         values = _merged(out)
         if values is None:
@@ -346,6 +354,11 @@ class AbsorbWeights:
 
 def _shape(found: Any) -> str:
     return f"{list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else repr(type(found))
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Decoding has no gradient; a tensor that wants one would drag its graph along."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _dense(tensor: Tensor) -> bool:

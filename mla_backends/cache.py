@@ -16,12 +16,11 @@ from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.errors import InvalidInput
-from mla_backends.formats import INDEXER, INDEXER_WIDTH, CacheFormat, Field, Format, format_named
+from mla_backends.formats import INDEXER, INDEXER_WIDTH, CacheFormat, Field, Format, format_named, is_float32_scale
 
 __all__ = ["CacheFacts", "IndexerCache", "PagedCache", "UnifiedCache"]
 
 _INDEXER_ROW = sum(field.nbytes for field in INDEXER)
-_FLOAT32 = torch.finfo(torch.float32)
 
 
 class CacheFacts(NamedTuple):
@@ -218,7 +217,10 @@ class PagedCache:
             InvalidInput: where widths, counts, dtypes or devices disagree.
         """
         f = self.facts
-        if kv_c.shape[-1] != f.kv_lora_rank or k_pe.shape[-1] != f.qk_rope_head_dim:
+        if not isinstance(kv_c, Tensor) or not isinstance(k_pe, Tensor) or not isinstance(slot_mapping, Tensor):
+            found = ", ".join(type(x).__name__ for x in (kv_c, k_pe, slot_mapping))
+            raise InvalidInput(f"kv_c, k_pe and slot_mapping are {found}, they take tensors")
+        if kv_c.dim() != 2 or k_pe.dim() != 2 or kv_c.shape[-1] != f.kv_lora_rank or k_pe.shape[-1] != f.qk_rope_head_dim:
             raise InvalidInput(
                 f"kv_c is {list(kv_c.shape)} and k_pe {list(k_pe.shape)}, this cache takes kv_c [>=T, {f.kv_lora_rank}] "
                 f"and k_pe [>=T, {f.qk_rope_head_dim}]; squeeze a head axis, and make the cache with the model's widths"
@@ -512,7 +514,7 @@ def _rows(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_dim
         )
     if wrong:
         raise InvalidInput("; ".join(wrong))
-    rows = data.as_strided(data.shape, (page_stride, row_stride, 1))
+    rows = data.detach().as_strided(data.shape, (page_stride, row_stride, 1))
     return rows.view(_dtype(layout.dtypes[0]))
 
 
@@ -533,7 +535,7 @@ def _device_scale(kv_scale: float | Tensor | None, layout: CacheFormat, device: 
         return torch.ones(1, dtype=torch.float32, device=device)
     if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a float, a tensor of one float32, or None for 1.0")
-    if not _FLOAT32.tiny <= kv_scale <= _FLOAT32.max:
+    if not is_float32_scale(float(kv_scale)):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a number that is positive and finite in float32")
     return torch.full((1,), float(kv_scale), dtype=torch.float32, device=device)
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
-from mla_backends.buffers import Buffers, StepInput
+from mla_backends.buffers import Buffers
+from mla_backends.steps import StepInput, check_tensor, whole_number
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
@@ -186,21 +187,26 @@ class DecodePlan:
         Raises:
             InvalidInput: before anything is changed.
         """
-        if max_seq_len is not None and max_seq_len > self._recipe.max_seq_len:
+        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, 0) > self._recipe.max_seq_len:
             raise InvalidInput(
                 f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
             )
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
-        if self._is_sparse and step.live is not None:
+        if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
         if self.update_mode == "device":
             self._buffers.fill(step)
             self._replan()
             return
-        with self._buffers.restored_on_error():
-            self._buffers.fill(step)
+        try:
+            with self._buffers.restored_on_error():
+                self._buffers.fill(step)
+                self._replan()
+        except BaseException:
+            # The kernel, or a view before the one that failed, may have planned the step that was taken back.
             self._replan()
+            raise
 
     def refresh(self) -> None:
         """Recompute kernel metadata from the plan's own buffers, on the device; can be captured.
@@ -233,9 +239,9 @@ class DecodePlan:
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
         """
-        if batch == self._buffers.batch:
+        if whole_number("batch", batch, 1) == self._buffers.batch:
             return self
-        if not 1 <= batch < self._buffers.batch:
+        if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
@@ -277,7 +283,7 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
-        if cache.facts not in self._accepted:
+        if not isinstance(cache, PagedCache) or cache.facts not in self._accepted:
             self._accept_cache(cache)
         if (indices is None) == self._is_sparse:
             raise InvalidInput(
@@ -287,16 +293,21 @@ class DecodePlan:
             )
         kernel_query = self._intake.bring(query)
         kernel = self._kernel
-        if kernel is None or kernel_query.latent.shape[0] == 0:
-            return self._empty(query, out, lse)
-        if indices is not None:
-            indices = self._sanitized(indices, query, cache)
         given = out
         if given is not None:
             self._check_out(query, given)
+        if lse is not None:
+            self._check_lse(query, lse)
+        if indices is not None:
+            indices = self._sanitized(indices, query, cache)
+        if kernel is None or kernel_query.latent.shape[0] == 0:
+            return self._empty(query, out, lse)
         direct = (
             given
-            if given is not None and self._conventions.writes_out and self._heads == self.problem.num_heads
+            if given is not None
+            and self._conventions.writes_out
+            and self._heads == self.problem.num_heads
+            and given.is_contiguous()
             else None
         )
         if direct is not None and direct.ndim < kernel_query.latent.ndim:
@@ -318,7 +329,7 @@ class DecodePlan:
                 raise InvalidInput(f"the cache's {name} is {getattr(cache, name)}, this plan was made for {planned}")
         if cache.device != recipe.where:
             raise InvalidInput(f"the cache is on {cache.device}, this plan's tensors are on {recipe.where}")
-        if cache.num_pages < recipe.num_pages:
+        if cache.num_pages != recipe.num_pages:
             raise InvalidInput(f"the cache has {cache.num_pages} pages, this plan was made for {recipe.num_pages}")
         refusals = recipe.adapter.refusals(replace(problem, **cache_facts(cache)), recipe.device, forced=True)
         if refusals:
@@ -340,6 +351,7 @@ class DecodePlan:
         assert slots is not None
         assert topk is not None
         wanted = (*query.latent.shape[:-2], topk)
+        check_tensor("indices", indices, f"{list(wanted)} int32")
         if tuple(indices.shape) != wanted or indices.dtype != torch.int32 or indices.device != self._recipe.where:
             raise InvalidInput(
                 f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
@@ -350,10 +362,13 @@ class DecodePlan:
 
     def _check_out(self, query: Query, out: Tensor) -> None:
         shape = (*query.latent.shape[:-2], self.problem.num_heads, self.problem.kv_lora_rank)
-        if tuple(out.shape) != shape or out.dtype != self._recipe.q_dtype or out.device != self._recipe.where:
-            raise InvalidInput(
-                f"out is {list(out.shape)} {out.dtype} on {out.device}, it takes {list(shape)} {self._recipe.q_dtype} on {self._recipe.where}"
-            )
+        _check_result("out", out, shape, self._recipe.q_dtype, self._recipe.where)
+
+    def _check_lse(self, query: Query, lse: Tensor) -> None:
+        if not self.problem.needs_lse:
+            raise InvalidInput("lse is given, but this plan was made without it; plan with return_lse=True")
+        shape = (*query.latent.shape[:-2], self.problem.num_heads)
+        _check_result("lse", lse, shape, torch.float32, self._recipe.where)
 
     # --- the kernel's conventions into ours ---------------------------------------------------------------------------
 
@@ -398,13 +413,7 @@ class DecodePlan:
             ordered = None if ordered is None else ordered.squeeze(1)
         if out is not None and not written:
             out.copy_(raw)
-        if lse is not None:
-            if ordered is None or lse.shape != ordered.shape:
-                raise InvalidInput(
-                    "lse is given, but this plan was made without return_lse"
-                    if ordered is None
-                    else f"lse has shape {list(lse.shape)}, it takes {list(ordered.shape)}"
-                )
+        if lse is not None and ordered is not None:
             ordered = lse.copy_(ordered)
         return Decoded(raw if out is None else out, ordered)
 
@@ -421,12 +430,16 @@ class DecodePlan:
         return lse
 
     def _empty(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
-        """No rows: nothing is launched."""
-        shape = (*query.latent.shape[:-2], self.problem.num_heads)
+        """No row sees a key: no kernel is launched. There are rows only in a ragged plan none of whose requests has any."""
+        shape, where = (*query.latent.shape[:-2], self.problem.num_heads), self._recipe.where
         if out is None:
-            out = query.latent.new_empty(*shape, self.problem.kv_lora_rank)
+            out = torch.empty(*shape, self.problem.kv_lora_rank, dtype=self._recipe.q_dtype, device=where)
         if lse is None and self.problem.needs_lse:
-            lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+            lse = torch.empty(shape, dtype=torch.float32, device=where)
+        if out.numel():
+            out.zero_()
+        if lse is not None and lse.numel():
+            lse.fill_(float("-inf"))
         return Decoded(out, lse)
 
     def describe(self) -> dict[str, Any]:
@@ -449,6 +462,19 @@ class DecodePlan:
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }
+
+
+def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
+    """Refuse what a result cannot be written into."""
+    taken = f"{list(shape)} {dtype} on {where}"
+    if not isinstance(given, Tensor):
+        raise InvalidInput(f"{name} is a {type(given).__name__}, it takes {taken}")
+    if tuple(given.shape) != shape or given.dtype != dtype or given.device != where:
+        raise InvalidInput(f"{name} is {list(given.shape)} {given.dtype} on {given.device}, it takes {taken}")
+    if given.requires_grad:
+        raise InvalidInput(f"{name} requires grad, it takes a tensor that is written in place; pass {name}.detach()")
+    if 0 in given.stride() and any(n > 1 and s == 0 for n, s in zip(shape, given.stride(), strict=True)):
+        raise InvalidInput(f"{name} has strides {given.stride()}, it takes an element of memory for each value; clone an expanded tensor")
 
 
 class _On:

@@ -18,7 +18,7 @@ FLOORS = (
     "cache_ops query_ops row_ops",
     "torch_ops",
     "ops",
-    "cache absorb reference",
+    "cache absorb reference steps",
     "adapter",
     "catalogue buffers",
     "dispatch plan",
