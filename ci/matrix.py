@@ -1,6 +1,6 @@
 """A pytest plug-in that writes the GPU matrix: adapter x condition, passed, refused with the reason, or failed.
 
-    python -m pytest -p matrix --matrix-dir DIR        with ci/ on PYTHONPATH, as ci/gpu does
+python -m pytest -p matrix --matrix-dir DIR        with ci/ on PYTHONPATH, as ci/gpu does
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Matrix:
 def machine_facts() -> dict[str, str]:
     """Device, driver and library versions."""
     import torch
+
     from mla_backends.catalogue import Broken, installed, serving
     from mla_backends.device import Device
 
@@ -77,9 +78,7 @@ def machine_facts() -> dict[str, str]:
     return facts
 
 
-def as_markdown(
-    machine: dict[str, str], cells: list[dict[str, Any]], tests: Counter[str], skips: Counter[str]
-) -> str:
+def as_markdown(machine: dict[str, str], cells: list[dict[str, Any]], tests: Counter[str], skips: Counter[str]) -> str:
     """The matrix to read: a row a condition, a column an adapter, refusals by number."""
     adapters = sorted({c["adapter"] for c in cells})
     rows = list(dict.fromkeys(c["condition"] for c in cells))
