@@ -52,6 +52,11 @@ class Outlet:
         self._lengths = None if problem.topk is not None else buffers.seq_lens
         self._cu_q_lens = buffers.cu_q_lens if problem.ragged else None
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What `finish` launches at each run, where the caller gives no buffer that must be copied into."""
+        return ("finish_rows",) if self._overwrites or self._converts else ()
+
     def target(self, query: Query, out: Tensor | None) -> Tensor | None:
         """The caller's `out` as the kernel can write it, [B, q, H, L] or [T, H, L]; None where it cannot.
 
