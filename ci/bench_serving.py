@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mla_backends import DecodePlan, PagedCache, Query, UnifiedCache, get_backend
 from timing import ceilings, graph_of, host_times, interleaved, kernel_nodes
+
+from mla_backends import DecodePlan, PagedCache, Query, UnifiedCache, get_backend
 
 SCALE = 192**-0.5
 PAGE = 64
