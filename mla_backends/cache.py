@@ -1,0 +1,563 @@
+"""Where cache rows lie: one layer's pages, a block-major slot for all layers, the indexer's pages.
+
+Nothing is copied: a cache keeps the caller's tensor, checks once that every row of it can be addressed, and holds the
+views and facts that plans and adapters read in every step. Which bytes a row has is `formats.py`'s affair.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from mla_backends import ops
+from mla_backends.errors import InvalidInput
+from mla_backends.formats import INDEXER, INDEXER_WIDTH, CacheFormat, Field, Format, format_named
+
+__all__ = ["CacheFacts", "IndexerCache", "PagedCache", "UnifiedCache"]
+
+_INDEXER_ROW = sum(field.nbytes for field in INDEXER)
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+class CacheFacts(NamedTuple):
+    """What a kernel sees of a cache besides its address; a plan compares them in every `run`.
+
+    Strides are in elements of `PagedCache.rows`. alignment: bytes, the largest power of two up to 16 that divides the base
+    address and both strides. A single page or a single row a page counts as packed, whatever stride torch reports.
+    """
+
+    format: Format
+    num_pages: int
+    page_size: int
+    page_stride: int
+    row_stride: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    alignment: int
+    device: torch.device
+
+
+_KNOWN_FACTS: dict[CacheFacts, CacheFacts] = {}
+"""One object for equal facts, so that a plan knows a layer's layout again by identity."""
+
+
+class PagedCache:
+    """One layer's paged rows, wherever they lie: no copy, any page and row stride, last dimension dense. Immutable.
+
+    Args:
+        data: [pages, page_size, row], [pages, page_size, 1, row] or [pages, 1, page_size, row] in the format's dtype;
+            "fp8" in float8_e4m3fn or uint8.
+        format: what the bytes of a row mean; never inferred from its width.
+        kv_scale: "fp8" only, None is 1.0: value = stored * kv_scale, for keys and values alike. A tensor is one float32 on
+            the cache's device and is never read on the host.
+        kv_lora_rank, qk_rope_head_dim: the model's widths; qk_rope_head_dim is 0 without positions in the key.
+
+    Attributes:
+        facts: what plans compare.
+        rows: [pages, page_size, row], in the dtype that kernels take.
+        heads: [pages, page_size, 1, row], the same rows with the one KV head as an axis.
+        latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
+        scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
+
+    Raises:
+        InvalidInput: where dtype, widths, strides or scale are not those of the format.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "data",
+        "facts",
+        "format",
+        "heads",
+        "kv_scale",
+        "latent",
+        "page_size",
+        "rope",
+        "rows",
+        "scale",
+    )
+
+    data: Tensor
+    format: Format
+    page_size: int
+    kv_scale: float | Tensor | None
+    facts: CacheFacts
+    rows: Tensor
+    heads: Tensor
+    latent: Tensor | None
+    rope: Tensor | None
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        data: Tensor,
+        format: Format,
+        *,
+        kv_scale: float | Tensor | None = None,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+    ) -> None:
+        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
+        rows = _rows(data, layout, kv_lora_rank, qk_rope_head_dim)
+        num_pages, page_size, _ = rows.shape
+        page_stride, row_stride, _ = rows.stride()
+        mixed = layout.scale == "row"
+        put = object.__setattr__
+        put(self, "data", data)
+        put(self, "format", format)
+        put(self, "page_size", page_size)
+        put(self, "kv_scale", kv_scale)
+        put(self, "scale", _device_scale(kv_scale, layout, rows.device))
+        put(self, "rows", rows)
+        put(self, "heads", rows.unsqueeze(2))
+        put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
+        put(self, "rope", None if mixed else rows[..., kv_lora_rank:])
+        facts = CacheFacts(
+            format=format,
+            num_pages=num_pages,
+            page_size=page_size,
+            page_stride=page_stride,
+            row_stride=row_stride,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            alignment=_alignment(rows, page_stride, row_stride),
+            device=rows.device,
+        )
+        put(self, "facts", _KNOWN_FACTS.setdefault(facts, facts))
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        page_size: int,
+        format: Format,
+        device: torch.device | str,
+        *,
+        kv_scale: float | Tensor | None = None,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+    ) -> PagedCache:
+        """Packed pages of zeros: some kernels let what lies in unused rows through, so it must be finite."""
+        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
+        shape = (_count("num_pages", num_pages), _count("page_size", page_size))
+        data = _zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
+        return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a PagedCache is immutable, so {name} cannot be set; make another one over the same data")
+
+    def __repr__(self) -> str:
+        f = self.facts
+        return f"PagedCache({f.format}, {f.num_pages} pages of {f.page_size} rows, page stride {f.page_stride}, {f.device})"
+
+    @property
+    def num_pages(self) -> int:
+        return self.facts.num_pages
+
+    @property
+    def num_slots(self) -> int:
+        """Slots are 0 <= slot < num_slots."""
+        return self.facts.num_pages * self.facts.page_size
+
+    @property
+    def kv_lora_rank(self) -> int:
+        return self.facts.kv_lora_rank
+
+    @property
+    def qk_rope_head_dim(self) -> int:
+        return self.facts.qk_rope_head_dim
+
+    @property
+    def alignment(self) -> int:
+        return self.facts.alignment
+
+    @property
+    def device(self) -> torch.device:
+        return self.facts.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of `rows`."""
+        return self.rows.dtype
+
+    @property
+    def packed_rows(self) -> bool:
+        """The rows of a page follow each other without a gap."""
+        return self.facts.row_stride == self.rows.shape[2]
+
+    @property
+    def packed_pages(self) -> bool:
+        """The pages follow each other at the rows' own pitch."""
+        return self.facts.page_stride == self.facts.page_size * self.facts.row_stride
+
+    @property
+    def page_stride_rows(self) -> int | None:
+        """Whole rows (of the row's width) between the starts of two pages, rounded down; None for packed pages."""
+        return None if self.packed_pages else self.facts.page_stride // self.rows.shape[2]
+
+    @property
+    def pages_start_on_rows(self) -> bool:
+        """The page stride is a whole number of rows, as kernels need that address pages by row."""
+        return self.facts.page_stride % self.rows.shape[2] == 0
+
+    def write(self, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+        """Put tokens into their slots: one launch, no copy.
+
+        Args:
+            kv_c: [>=T, L], the compressed latent, any row stride.
+            k_pe: [>=T, R], the rotated shared key, any row stride.
+            slot_mapping: [T] int64, page * page_size + offset; a slot below 0 or past the end is skipped.
+
+        e4m3 saturates at 448.
+
+        Raises:
+            InvalidInput: where widths, counts, dtypes or devices disagree.
+        """
+        f = self.facts
+        if kv_c.shape[-1] != f.kv_lora_rank or k_pe.shape[-1] != f.qk_rope_head_dim:
+            raise InvalidInput(
+                f"kv_c is {list(kv_c.shape)} and k_pe {list(k_pe.shape)}, this cache takes kv_c [>=T, {f.kv_lora_rank}] "
+                f"and k_pe [>=T, {f.qk_rope_head_dim}]; squeeze a head axis, and make the cache with the model's widths"
+            )
+        ops.write_cache(self.rows, kv_c, k_pe, slot_mapping, f.format, self.scale)
+
+    def dequantized(self) -> Tensor:
+        """[pages, page_size, D] float32, the values as a kernel reads them."""
+        return self._values(self.rows)
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """The values of some slots: int64 [..] -> [.., D] float32.
+
+        Every slot must lie in 0 <= slot < num_slots; on a GPU nothing here looks.
+        """
+        page_size = self.page_size
+        return self._values(self.rows[slots.div(page_size, rounding_mode="floor"), slots.remainder(page_size)])
+
+    def split_pages(self, page_size: int) -> PagedCache:
+        """The same rows as smaller pages, page id -> id * ratio + i.
+
+        Raises:
+            InvalidInput: where page_size does not divide this one's, or pages do not follow each other, so that no single
+                stride leads from each small page to the next.
+        """
+        f = self.facts
+        if page_size == f.page_size:
+            return self
+        if _count("page_size", page_size) > f.page_size or f.page_size % page_size:
+            raise InvalidInput(f"page_size is {page_size}, it takes a divisor of the cache's {f.page_size}")
+        if not self.packed_pages:
+            raise InvalidInput(
+                f"the cache has {f.page_stride} elements between pages of {f.page_size} rows at {f.row_stride} elements, "
+                f"split_pages takes pages that follow each other; allocate the cache with page_size {page_size}"
+            )
+        rows = self.rows
+        shape = (f.num_pages * (f.page_size // page_size), page_size, rows.shape[2])
+        return PagedCache(
+            rows.as_strided(shape, (page_size * f.row_stride, f.row_stride, 1)),
+            f.format,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=f.kv_lora_rank,
+            qk_rope_head_dim=f.qk_rope_head_dim,
+        )
+
+    def _values(self, rows: Tensor) -> Tensor:
+        """[.., row] as stored -> [.., D] float32."""
+        if self.latent is not None:
+            return rows.float() if self.scale is None else rows.float() * self.scale
+        fields = format_named(self.format).fields(self.kv_lora_rank, self.qk_rope_head_dim)
+        part = {field.name: _field(rows, field, field.offset) for field in fields}
+        latent, scale = part["latent"], part["scale"]
+        tile = latent.shape[-1] // scale.shape[-1]
+        tiles = latent.view(*scale.shape, tile) * scale.unsqueeze(-1)
+        return torch.cat((tiles.view(latent.shape), part["rope"]), -1)
+
+
+class UnifiedCache:
+    """One block-major slot for all layers: data [pages, layers, page_size, row].
+
+    A page of all layers is one piece of memory, which moves and frees as one; each layer is a view of it whose page stride
+    is a slot and not a page.
+
+    Raises:
+        InvalidInput: as `PagedCache`, for the layers' views.
+    """
+
+    def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
+        if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
+            raise InvalidInput(
+                f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows"
+            )
+        if not _disjoint(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
+            raise InvalidInput(
+                f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap"
+            )
+        self.data = data
+        self.format: Format = format
+        self.num_layers = data.shape[1]
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
+        self._layers: dict[tuple[int, type, float | None], PagedCache] = {}
+        # By layer, the last one whose scale is a tensor: an engine has one a layer, and must not collect all it ever gave.
+        self._tensor_scaled: dict[int, PagedCache] = {}
+        self.layer(0)
+
+    @classmethod
+    def allocate(
+        cls,
+        num_pages: int,
+        num_layers: int,
+        page_size: int,
+        format: Format,
+        device: torch.device | str,
+        *,
+        kv_lora_rank: int = 512,
+        qk_rope_head_dim: int = 64,
+    ) -> UnifiedCache:
+        """A slot of zeros."""
+        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
+        shape = (_count("num_pages", num_pages), _count("num_layers", num_layers), _count("page_size", page_size))
+        data = _zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
+        return cls(data, format, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+
+    def __repr__(self) -> str:
+        pages, layers, page_size, _ = self.data.shape
+        return f"UnifiedCache({self.format}, {layers} layers, {pages} pages of {page_size} rows, {self.data.device})"
+
+    def layer(self, i: int, *, kv_scale: float | Tensor | None = None) -> PagedCache:
+        """The view of one layer; the same object for the same layer and scale. Negative i counts from the last.
+
+        Raises:
+            InvalidInput: for a layer that is not there, and for a `kv_scale` as `PagedCache`.
+        """
+        if isinstance(kv_scale, Tensor):
+            known = self._tensor_scaled.get(i)
+            if known is not None and known.kv_scale is kv_scale:
+                return known
+        else:
+            # The type is part of the key because True == 1.0, and a bool is refused.
+            known = self._layers.get((i, type(kv_scale), kv_scale))
+            if known is not None:
+                return known
+        return self._make(operator.index(i), kv_scale)
+
+    def _make(self, i: int, kv_scale: float | Tensor | None) -> PagedCache:
+        if not -self.num_layers <= i < self.num_layers:
+            raise InvalidInput(
+                f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
+            )
+        if i < 0:
+            return self.layer(i + self.num_layers, kv_scale=kv_scale)
+        made = PagedCache(
+            self.data[:, i],
+            self.format,
+            kv_scale=kv_scale,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+        )
+        if isinstance(kv_scale, Tensor):
+            self._tensor_scaled[i] = made
+        else:
+            self._layers[i, type(kv_scale), kv_scale] = made
+        return made
+
+
+class IndexerCache:
+    """DSA indexer keys: data [pages, page_size, 132] uint8, any page stride.
+
+    The last two dimensions are one block of bytes and not rows: a page is page_size * 128 e4m3 and then page_size float32
+    scales, so that page_size is a fact of the layout and a page must be dense.
+
+    Raises:
+        InvalidInput: where dtype, width or strides are others.
+    """
+
+    def __init__(self, data: Tensor) -> None:
+        if (
+            not isinstance(data, Tensor)
+            or data.dtype != torch.uint8
+            or data.dim() != 3
+            or data.shape[2] != _INDEXER_ROW
+        ):
+            raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, page_size, {_INDEXER_ROW}] of uint8")
+        if not data.numel():
+            raise InvalidInput(f"data is {_shape(data)}, it takes at least one page of at least one token")
+        num_pages, page_size, width = data.shape
+        page_bytes = page_size * width
+        dense = data.stride(2) == 1 and (page_size == 1 or data.stride(1) == width)
+        if not dense or (num_pages > 1 and data.stride(0) < page_bytes):
+            raise InvalidInput(
+                f"data has strides {data.stride()}, it takes (any from {page_bytes}, {width}, 1): the scales of a page lie "
+                f"behind all its keys, so a page is one dense block"
+            )
+        page_stride = data.stride(0) if num_pages > 1 else page_bytes
+        self.data = data
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_stride = page_stride
+        self.alignment = _alignment(data, page_stride)
+        self.device = data.device
+        self._pages = data.as_strided((num_pages, page_bytes), (page_stride, 1))
+
+    @classmethod
+    def allocate(cls, num_pages: int, page_size: int, device: torch.device | str) -> IndexerCache:
+        """Packed pages of zeros."""
+        shape = (_count("num_pages", num_pages), _count("page_size", page_size), _INDEXER_ROW)
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=device))
+
+    def __repr__(self) -> str:
+        return f"IndexerCache({self.num_pages} pages of {self.page_size} keys, page stride {self.page_stride}, {self.device})"
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+    def write(self, k: Tensor, slot_mapping: Tensor) -> None:
+        """Quantise keys into their slots.
+
+        Args:
+            k: [>=T, 128], any row stride.
+            slot_mapping: [T] int64, page * page_size + offset; a slot below 0 or past the end is skipped.
+
+        Raises:
+            InvalidInput: where widths, counts, dtypes or devices disagree.
+        """
+        ops.write_indexer_cache(self.data, k, slot_mapping)
+
+    def dequantized(self) -> Tensor:
+        """[pages, page_size, 128] float32, key * scale."""
+        part = {
+            field.name: _field(
+                self._pages,
+                # All tokens of the page at once: their fields follow each other.
+                Field(field.name, field.dtype, field.count * self.page_size),
+                field.page_offset * self.page_size + field.offset,
+            )
+            for field in INDEXER
+        }
+        key, scale = part["key"], part["scale"]
+        return key.view(*scale.shape, INDEXER_WIDTH) * scale.unsqueeze(-1)
+
+
+# --- what a tensor must be ------------------------------------------------------------------------------------------------
+
+
+def _layout(format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> CacheFormat:
+    layout = format_named(format)
+    _count("kv_lora_rank", kv_lora_rank)
+    _count("qk_rope_head_dim", qk_rope_head_dim, least=0)
+    if layout.widths not in (None, (kv_lora_rank, qk_rope_head_dim)):
+        raise InvalidInput(
+            f"widths are {kv_lora_rank} + {qk_rope_head_dim}, format {format!r} is defined for "
+            f"{' + '.join(map(str, layout.widths or ()))}; take another format for this model"
+        )
+    return layout
+
+
+def _count(name: str, value: int, *, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
+    return value
+
+
+def _shape(data: Any) -> str:
+    return f"{list(data.shape)} of {data.dtype}" if isinstance(data, Tensor) else repr(type(data))
+
+
+def _disjoint(row: int, *axes: tuple[int, int]) -> bool:
+    """Whether rows at these (size, stride) axes lie apart, each axis's whole extent within the next larger stride."""
+    extent = row
+    for stride, size in sorted((stride, size) for size, stride in axes if size > 1):
+        if stride < extent:
+            return False
+        extent += (size - 1) * stride
+    return True
+
+
+def _rows(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_dim: int) -> Tensor:
+    """[pages, page_size, row] over the caller's memory, in the kernels' dtype and with strides that mean something."""
+    width = layout.row_width(kv_lora_rank, qk_rope_head_dim)
+    forms = f"[pages, page_size, {width}], [pages, page_size, 1, {width}] or [pages, 1, page_size, {width}]"
+    if not isinstance(data, Tensor) or data.dim() not in (3, 4) or (data.dim() == 4 and 1 not in data.shape[1:3]):
+        raise InvalidInput(f"data is {_shape(data)}, it takes {forms}")
+    given = data.dtype
+    if data.dim() == 4:
+        data = data.squeeze(2 if data.shape[2] == 1 else 1)
+    num_pages, page_size, found = data.shape
+    page_stride, row_stride, inner = data.stride()
+    wrong = []
+    if str(given).removeprefix("torch.") not in layout.dtypes:
+        wrong.append(
+            f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has"
+        )
+    if found != width:
+        wrong.append(
+            f"data has rows of {found}, format {layout.name!r} takes {width} ({kv_lora_rank} latent + {qk_rope_head_dim} "
+            f"rope values): name the format it has, or pass kv_lora_rank and qk_rope_head_dim"
+        )
+    if not num_pages * page_size:
+        wrong.append(f"data has {num_pages} pages of {page_size} rows, it takes at least one of each")
+    if inner != 1:
+        wrong.append(f"data has stride {inner} in its last dimension, it takes 1: rows are dense")
+    # Torch may report any stride for a dimension of one element.
+    row_stride = row_stride if page_size > 1 else found
+    page_stride = page_stride if num_pages > 1 else page_size * row_stride
+    if not _disjoint(found, (num_pages, page_stride), (page_size, row_stride)):
+        wrong.append(
+            f"data has {page_stride} elements between pages and {row_stride} between rows, {num_pages} pages of {page_size} "
+            f"rows of {found} overlap there: it takes rows with memory of their own, so clone an expanded tensor"
+        )
+    if wrong:
+        raise InvalidInput("; ".join(wrong))
+    rows = data.as_strided(data.shape, (page_stride, row_stride, 1))
+    return rows.view(_dtype(layout.dtypes[0]))
+
+
+def _device_scale(kv_scale: float | Tensor | None, layout: CacheFormat, device: torch.device) -> Tensor | None:
+    """kv_scale as [1] float32 where kernels read it; None for a format that takes no scale."""
+    if layout.scale != "tensor":
+        if kv_scale is None:
+            return None
+        where = "its rows hold their own" if layout.scale == "row" else "it stores values as they are"
+        raise InvalidInput(f"kv_scale is given, format {layout.name!r} takes none: {where}; leave kv_scale out")
+    if isinstance(kv_scale, Tensor):
+        if kv_scale.dtype != torch.float32 or kv_scale.numel() != 1 or kv_scale.device != device:
+            raise InvalidInput(
+                f"kv_scale is {_shape(kv_scale)} on {kv_scale.device}, it takes one float32 on {device}, or a float"
+            )
+        return kv_scale.detach().reshape(1)
+    if kv_scale is None:
+        return torch.ones(1, dtype=torch.float32, device=device)
+    if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
+        raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a float, a tensor of one float32, or None for 1.0")
+    if not _FLOAT32.tiny <= kv_scale <= _FLOAT32.max:
+        raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a number that is positive and finite in float32")
+    return torch.full((1,), float(kv_scale), dtype=torch.float32, device=device)
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------------
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def _zeros(shape: tuple[int, ...], layout: CacheFormat, device: torch.device | str) -> Tensor:
+    return torch.zeros(shape, dtype=_dtype(layout.dtypes[0]), device=device)
+
+
+def _alignment(base: Tensor, *strides: int) -> int:
+    """Bytes, up to 16: what the address and all these strides, in elements, are multiples of."""
+    size = base.element_size()
+    return math.gcd(16, base.data_ptr(), *(stride * size for stride in strides))
+
+
+def _field(data: Tensor, field: Field, offset: int) -> Tensor:
+    """[.., count] float32 of the field at this offset of dense bytes [.., n]."""
+    # The copy is what allows another dtype: the bytes may lie at any address.
+    return data[..., offset : offset + field.nbytes].contiguous().view(_dtype(field.dtype)).float()
