@@ -218,7 +218,7 @@ def test_data_that_is_not_of_the_format_is_refused(data, format, says):
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    with pytest.raises(InvalidInput, match="float32.*rows of 500.*stride 4"):
+    with pytest.raises(InvalidInput, match=r"float32.*rows of 500.*stride 4"):
         PagedCache(torch.zeros(3, 500, 4).transpose(1, 2), "bf16")
 
 
@@ -232,7 +232,7 @@ def test_a_scale_is_a_positive_finite_number(kv_scale):
     "kv_scale", [torch.ones(1).double(), torch.ones(2), torch.ones(0), torch.ones(1, device="meta")]
 )
 def test_a_scale_tensor_is_one_float32_on_the_device(kv_scale):
-    with pytest.raises(InvalidInput, match="kv_scale is .* it takes one float32 on cpu"):
+    with pytest.raises(InvalidInput, match=r"kv_scale is .* it takes one float32 on cpu"):
         PagedCache.allocate(2, 2, "fp8", "cpu", kv_scale=kv_scale)
 
 
