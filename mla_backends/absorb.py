@@ -6,6 +6,7 @@ concatenated; `AbsorbWeights.query` writes into it in place.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +16,7 @@ from mla_backends import ops
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Geometry
 
-__all__ = ["AbsorbWeights", "Query"]
+__all__ = ["AbsorbWeights", "Query", "by_tokens"]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
@@ -34,7 +35,18 @@ class Query:
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
     """
 
-    __slots__ = ("__weakref__", "_buffer", "_reshaped", "facts", "is_packed", "latent", "rope", "scale")
+    __slots__ = (
+        "__weakref__",
+        "_buffer",
+        "_reshaped",
+        "_settle",
+        "_staging",
+        "facts",
+        "is_packed",
+        "latent",
+        "rope",
+        "scale",
+    )
 
     latent: Tensor
     rope: Tensor
@@ -43,6 +55,8 @@ class Query:
     is_packed: bool
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
+    _staging: Query | None
+    _settle: Callable[[], None] | None
 
     def __init__(
         self, latent: Tensor, rope: Tensor, *, packed: Tensor | None = None, scale: Tensor | None = None
@@ -58,6 +72,8 @@ class Query:
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)
         put(self, "_reshaped", {})
+        put(self, "_staging", None)
+        put(self, "_settle", None)
 
     @classmethod
     def from_parts(cls, latent: Tensor, rope: Tensor, *, scale: Tensor | None = None) -> Query:
@@ -84,6 +100,14 @@ class Query:
             raise InvalidInput(f"packed is {_shape(packed)}, it takes [B, (q,) H, D] with D of at least {kv_lora_rank}")
         return cls(packed[..., :kv_lora_rank], packed[..., kv_lora_rank:], packed=packed, scale=scale)
 
+    def written_through(self, staging: Query, settle: Callable[[], None]) -> Query:
+        """This e4m3 query, whose scale is known only when all its values are: `AbsorbWeights.query` writes `staging`, then
+        calls `settle`, which measures the scale and quantises.
+        """
+        object.__setattr__(self, "_staging", staging)
+        object.__setattr__(self, "_settle", settle)
+        return self
+
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(
             f"a Query is immutable, so {name} cannot be set; write into its tensors, or make another one"
@@ -107,13 +131,8 @@ class Query:
             shape = (*self.latent.shape[:-1], self.latent.shape[-1] + self.rope.shape[-1])
             buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
             object.__setattr__(self, "_buffer", buffer)
-        latent, rope = _merged(self.latent), _merged(self.rope)
-        if latent is None or rope is None:
-            rank = self.latent.shape[-1]
-            buffer[..., :rank].copy_(self.latent)
-            buffer[..., rank:].copy_(self.rope)
-            return buffer
-        ops.concat_nope_rope(_tokens(buffer), latent, rope)
+        for out, latent, rope in by_tokens(buffer, self.latent, self.rope):
+            ops.concat_nope_rope(out, latent, rope)
         return buffer
 
     @property
@@ -149,6 +168,8 @@ class Query:
                 f"heads: it takes one that holds as many tokens and can be viewed so, such as a `DecodePlan.new_query`"
             )
         made = Query(latent, rope, packed=packed, scale=self.scale)
+        if self._staging is not None and self._settle is not None:
+            made.written_through(self._staging.with_leading(leading), self._settle)
         self._reshaped[leading] = made
         return made
 
@@ -267,6 +288,10 @@ class AbsorbWeights:
                 raise InvalidInput(
                     f"out is {out}, these weights and q_pe take at least {heads} heads of {rank} + {q_pe.shape[-1]}"
                 )
+        if target._staging is not None and target._settle is not None:
+            self.query(q_nope, q_pe, out=target._staging)
+            target._settle()
+            return target
         latent, rope = _merged(target.latent), _merged(target.rope)
         if latent is None or rope is None:
             shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
@@ -372,6 +397,22 @@ def _view(tensor: Tensor, leading: torch.Size) -> Tensor | None:
         return tensor.view(*leading, *tensor.shape[-2:])
     except RuntimeError:
         return None
+
+
+def by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q.
+
+    Nothing is copied, and there is nothing where there is no token. For ops whose bits don't depend on how many tokens
+    they get at once; a product's do.
+    """
+    if not tensors[0].shape[:-2].numel():
+        return
+    merged = tuple(m for m in map(_merged, tensors) if m is not None)
+    if len(merged) == len(tensors):
+        yield merged
+        return
+    for i in range(tensors[0].shape[1]):
+        yield tuple(t[:, i] for t in tensors)
 
 
 def _merged(x: Tensor) -> Tensor | None:

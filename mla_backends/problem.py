@@ -41,6 +41,7 @@ class Problem:
         batch_invariant: a row's bits must not depend on the rest of the batch.
         max_seq_len: tokens, the longest request that the plan must hold; None where it is not known.
         packed_rows: the rows of a page follow each other without a gap.
+        whole_rows: every page starts a whole number of rows after the one before.
         measured_q_scale: no `q_scale` is given, so that an e4m3 query's scale would be measured over the batch.
 
     Raises:
@@ -66,6 +67,7 @@ class Problem:
     batch_invariant: bool = False
     max_seq_len: int | None = None
     packed_rows: bool = True
+    whole_rows: bool = True
     measured_q_scale: bool = True
 
     def __post_init__(self) -> None:
@@ -103,7 +105,9 @@ def _value(config: Any, *names: str) -> Any:
 def _required(config: Any, name: str) -> int:
     found = _value(config, name)
     if found is None:
-        raise InvalidInput(f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config")
+        raise InvalidInput(
+            f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config"
+        )
     return int(found)
 
 

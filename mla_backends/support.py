@@ -1,0 +1,280 @@
+"""What a kernel takes and gives, as data: the same lines refuse a problem, print the support table and make the tests.
+
+A `Limit` reads one field of `Problem` or `Device`; a `Joint` reads several. Each offers values to
+test: inside, each worth a run on a GPU, and just outside. A refusal is a value until the very edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mla_backends.device import Device
+from mla_backends.problem import Problem
+
+__all__ = ["Conventions", "Joint", "Limit", "OneOf", "Range", "Refusal", "Speed", "Support", "Verdict", "Verdicts"]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 2:
+        return str(Device(value))
+    return "none" if value is None else str(value)
+
+
+def _either(values: tuple[Any, ...]) -> str:
+    words = [_shown(v) for v in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The values listed, and no other. Capabilities are listed so, never compared: sm120 is not sm100."""
+
+    values: tuple[Any, ...]
+
+    def __init__(self, *values: Any) -> None:
+        object.__setattr__(self, "values", values)
+
+    def __contains__(self, value: Any) -> bool:
+        return any(type(value) is type(v) and value == v for v in self.values)
+
+    def __str__(self) -> str:
+        return _either(self.values)
+
+    @property
+    def inside(self) -> tuple[Any, ...]:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Range:
+    """Whole numbers from `low` to `high`, both taken, that `step` divides.
+
+    Args:
+        low, high: bounds; `high` None is no bound.
+        step: what divides every value.
+        tested: values inside that are worth a GPU run.
+        unknown: whether None, a fact that nobody gave, passes.
+    """
+
+    low: int
+    high: int | None = None
+    step: int = 1
+    tested: tuple[int, ...] = ()
+    unknown: bool = True
+
+    def __contains__(self, value: Any) -> bool:
+        if value is None:
+            return self.unknown
+        return value >= self.low and (self.high is None or value <= self.high) and value % self.step == 0
+
+    def __str__(self) -> str:
+        multiple = f"a multiple of {self.step}" if self.step > 1 else ""
+        bounds = f"{self.low} to {self.high}" if self.high is not None else f"at least {self.low}"
+        if multiple and self.high is None and self.low in (0, self.step):
+            return multiple
+        return f"{multiple}, {bounds}" if multiple else bounds
+
+    @property
+    def inside(self) -> tuple[Any, ...]:
+        if self.tested:
+            return self.tested
+        return (self.low,) if self.high is None else (self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One fact that must have one of some values.
+
+    Args:
+        of: Problem or Device, whichever has the field.
+        subject: the field's name.
+        takes: what the kernel takes.
+        refuses: values just outside, to test; each broken alone gives exactly this refusal.
+        source: who says so: a file and line, a document, or a run.
+        cure: what the user can change, where that isn't plain.
+        unless_forced: a preference rather than a fact about the kernel: naming the adapter waives it.
+    """
+
+    of: type[Problem] | type[Device]
+    subject: str
+    takes: OneOf | Range
+    refuses: tuple[Any, ...]
+    source: str
+    cure: str = ""
+    unless_forced: bool = False
+
+    def refusal(self, problem: Problem, device: Device) -> Refusal | None:
+        found = getattr(problem if self.of is Problem else device, self.subject)
+        if found in self.takes:
+            return None
+        return Refusal(self.subject, _shown(found), str(self.takes), self.source, self.cure)
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.takes} [{self.source}]"
+
+
+@dataclass(frozen=True)
+class Joint:
+    """What holds only in combination.
+
+    Args:
+        name: the rule in words, as the refusal prints it.
+        reads: fields that it looks at, "device." before those of `Device`.
+        predicate: of (problem, device); true where the kernel runs.
+        inside, outside: field values to test, with the rest as the other limits want it.
+        source, cure: as in `Limit`.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    predicate: Callable[[Problem, Device], bool]
+    inside: tuple[Mapping[str, Any], ...]
+    outside: tuple[Mapping[str, Any], ...]
+    source: str
+    cure: str = ""
+
+    def refusal(self, problem: Problem, device: Device) -> Refusal | None:
+        if self.predicate(problem, device):
+            return None
+        found = []
+        for name in self.reads:
+            holder: Any = device if name.startswith("device.") else problem
+            field_name = name.removeprefix("device.")
+            found.append(f"{field_name} is {_shown(getattr(holder, field_name))}")
+        return Refusal("", " and ".join(found), self.name, self.source, self.cure)
+
+    def __str__(self) -> str:
+        return f"{self.name} [{self.source}]"
+
+
+Support = tuple[Limit | Joint, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One reason: what was found, what is taken, who says so, what to change.
+
+    `subject` is the field that was read, and empty where it was several or an installation: `found` says which then.
+    """
+
+    subject: str
+    found: str
+    takes: str
+    source: str
+    cure: str = ""
+
+    def __str__(self) -> str:
+        found = f"{self.subject} is {self.found}" if self.subject else self.found
+        return f"{found}, it takes {self.takes} [{self.source}]" + (f"; {self.cure}" if self.cure else "")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one adapter says of a problem on a device. No reasons: it runs.
+
+    Args:
+        name: the adapter's.
+        provider: where its kernel comes from: the package that answered here, or those that would.
+        reasons: every refusal, not only the first.
+    """
+
+    name: str
+    provider: str
+    reasons: tuple[Refusal, ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        return not self.reasons
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """All adapters' verdicts on one problem, in order of preference: those that run come first."""
+
+    problem: Problem
+    device: Device
+    entries: tuple[Verdict, ...] = field(default=())
+
+    def __iter__(self) -> Iterator[Verdict]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, name: str) -> Verdict:
+        """The verdict of the adapter called `name`."""
+        return next(v for v in self.entries if v.name == name)
+
+    @property
+    def chosen(self) -> Verdict | None:
+        """The first that runs."""
+        return next((v for v in self.entries if v.runs), None)
+
+    def __str__(self) -> str:
+        lines = [f"{self.device}: {self.problem}"]
+        for verdict in self.entries:
+            lines.append(f"  {verdict.name} ({verdict.provider}): {'runs' if verdict.runs else 'refused'}")
+            lines.extend(f"    - {reason}" for reason in verdict.reasons)
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Conventions:
+    """How a kernel wants its query and gives its results. The plan converts from this data, only where it differs.
+
+    Args:
+        query: one packed [.., H, D] buffer, or latent and rope apart.
+        query_dtype: what the kernel reads; None is the problem's q_dtype.
+        heads: head counts that run natively, ascending; None is any. The plan pads to the least that holds.
+        lse_base: of the logarithm.
+        lse_axes: order of the kernel's lse: request, query row, head; ragged kernels have T for request and row.
+        empty_rows: what a row without keys gets. exact: out 0, lse -inf. lse_inf: out 0, lse +inf.
+            unwritten: nothing is stored. undefined: lengths and page ids must be clamped first, and the row overwritten.
+        unused_rows: ignored, or read: a NaN in a never-written row of a live page reaches the output.
+        strides: cache page and row strides are honoured.
+        writes_out: the kernel can write into a given `out`.
+        metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
+            host: on the host, from the lengths. none: there is nothing to plan.
+        topk_multiple: what a row of sparse indices is padded to a multiple of.
+        table_columns: what the width of the block table must be a multiple of.
+        allocates: what the library itself allocates at each run.
+    """
+
+    query: Literal["packed", "split"]
+    query_dtype: str | None = None
+    heads: tuple[int, ...] | None = None
+    lse_base: Literal["e", "2"] = "e"
+    lse_axes: Literal["BQH", "BHQ", "TH", "HT"] = "BQH"
+    empty_rows: Literal["exact", "lse_inf", "unwritten", "undefined"] = "exact"
+    unused_rows: Literal["ignored", "read"] = "ignored"
+    strides: bool = True
+    writes_out: bool = False
+    metadata: Literal["op", "first_run", "host", "none"] = "none"
+    topk_multiple: int = 1
+    table_columns: int = 1
+    allocates: tuple[str, ...] = ()
+
+    def padded(self, num_heads: int) -> int:
+        """The least head count that the kernel runs and that holds `num_heads`."""
+        if self.heads is None:
+            return num_heads
+        return next((h for h in self.heads if h >= num_heads), num_heads)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How near a kernel comes to the machine's ceilings: what dispatch orders the adapters by.
+
+    Args:
+        memory: fraction of copy bandwidth that its cache reads reach.
+        compute: fraction of the matrix rate that it reaches.
+        overhead: microseconds of a step that no roofline explains.
+        source: the run that these were read from.
+    """
+
+    memory: float
+    compute: float
+    overhead: float = 0.0
+    source: str = ""

@@ -1,0 +1,355 @@
+"""One decode on made-up data against the reference: the data would expose a wrong read.
+
+Pages are shuffled, the other layers of the slot hold NaN, rows past a length hold NaN (finite garbage
+where a kernel is declared to read them), table columns past a length hold absurd ids, query parts
+come with the strides that models give them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mla_backends.absorb import AbsorbWeights, Query
+from mla_backends.backend import Backend
+from mla_backends.cache import PagedCache, UnifiedCache
+from mla_backends.formats import E4M3_MAX, Format
+from mla_backends.plan import DecodePlan
+from mla_backends.problem import Problem
+from mla_backends.reference import reference_decode, reference_sparse
+from mla_backends.result import Decoded
+
+__all__ = ["Condition", "Outcome", "Trial"]
+
+# Relative error of out, norm of the difference over norm; absolute error of lse.
+# bf16 and fp16: P and out are rounded to 8 and 11 bits; fp8: P is rounded to e4m3, 4 bits; fp32: eager alone.
+OUT_TOLERANCE = {"bf16": 5e-3, "fp16": 5e-3, "fp32": 1e-6, "fp8": 4e-2, "fp8_ds_mla": 5e-3}
+LSE_TOLERANCE = {"bf16": 1e-3, "fp16": 1e-3, "fp32": 1e-5, "fp8": 2e-3, "fp8_ds_mla": 2e-3}
+
+SOFTMAX_SCALE = 192**-0.5
+"""DeepSeek's, without YaRN."""
+
+ABSURD = (-1, 2**30, -(2**31), 2**31 - 1)
+"""Page ids past a length, and slots that are none."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a trial varies.
+
+    Args:
+        seq_lens: keys a request.
+        layers, layer: of the block-major slot that the cache is a view of.
+        query: "packed"; "parts", two tensors; "transposed", nope as a transposed bmm gives it and rope as a slice of a
+            192-wide tensor; "padded", `DecodePlan.new_query` with NaN in the padded heads.
+        topk: sparse decode over random slots, with duplicates, -1 and slots outside the cache among them.
+        kv_scale, q_scale: fp8; a "tensor" suffix of `kv_scale_kind` makes it a device tensor.
+        q_amax: the query is scaled up to it.
+        q_lens: ragged, query rows a request.
+        max_batch: the plan's; None is the step's.
+        offset: bytes from a 16-byte boundary at which the slot starts.
+    """
+
+    num_heads: int = 16
+    q_len: int = 1
+    q_lens: tuple[int, ...] | None = None
+    causal: bool = True
+    cache_format: Format = "bf16"
+    page_size: int = 64
+    seq_lens: tuple[int, ...] = (130, 1, 0, 64, 65, 63, 200)
+    layers: int = 3
+    layer: int = 1
+    query: Literal["packed", "parts", "transposed", "padded"] = "packed"
+    topk: int | None = None
+    attn_sink: bool = False
+    return_lse: bool = True
+    kv_scale: float | None = None
+    kv_scale_kind: Literal["float", "tensor"] = "float"
+    q_scale: float | None = None
+    q_amax: float | None = None
+    max_batch: int | None = None
+    offset: int = 0
+    batch_invariant: bool = False
+
+    def __str__(self) -> str:
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(changed).replace(" ", "") or "base"
+
+    @property
+    def batch(self) -> int:
+        return len(self.seq_lens) if self.max_batch is None else self.max_batch
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial found.
+
+    Args:
+        out_error: relative error of out over all live rows.
+        lse_error: largest absolute error of lse over rows with keys; 0 where none was asked for.
+        is_strided_equal: the layer view of the slot and a contiguous clone gave the same bits, out and lse.
+        are_empty_rows_right: rows without keys are out 0 and lse -inf, and nothing is NaN.
+        facts: `DecodePlan.describe`.
+    """
+
+    out_error: float
+    lse_error: float
+    is_strided_equal: bool
+    are_empty_rows_right: bool
+    facts: dict[str, Any]
+
+    def faults(self, condition: Condition) -> tuple[str, ...]:
+        """What is wrong, in words; empty when nothing is."""
+        found = []
+        out_most, lse_most = OUT_TOLERANCE[condition.cache_format], LSE_TOLERANCE[condition.cache_format]
+        if not self.out_error <= out_most:
+            found.append(f"out is off by {self.out_error:.2e} of its norm, allowed {out_most:.0e}")
+        if not self.lse_error <= lse_most:
+            found.append(f"lse is off by {self.lse_error:.2e}, allowed {lse_most:.0e}")
+        if not self.is_strided_equal:
+            found.append("the strided view and its contiguous clone gave different bits")
+        if not self.are_empty_rows_right:
+            found.append("a row without keys is not out 0, lse -inf, or something is NaN")
+        return tuple(found)
+
+
+class Trial:
+    """A condition's tensors on a device, and its truth.
+
+    Args:
+        unused: what rows past a length hold: NaN, or finite garbage for kernels declared to read them.
+    """
+
+    def __init__(
+        self,
+        condition: Condition,
+        device: torch.device | str,
+        *,
+        unused: Literal["nan", "finite"] = "nan",
+        seed: int = 0,
+    ) -> None:
+        self.condition = condition
+        self.device = torch.device(device)
+        self.unused = unused
+        self._generator = torch.Generator().manual_seed(seed)
+        self.q_dtype = {"fp16": torch.float16, "fp32": torch.float32}.get(condition.cache_format, torch.bfloat16)
+        self._make_cache()
+        self._make_queries()
+
+    def _normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*shape, generator=self._generator) * scale
+
+    def _make_cache(self) -> None:
+        c = self.condition
+        columns = max((-(-n // c.page_size) for n in c.seq_lens), default=0) + 2
+        live = sum(-(-n // c.page_size) for n in c.seq_lens)
+        self.num_pages = max(live + 3, 4)
+        order = torch.randperm(self.num_pages, generator=self._generator).tolist()
+        absurd = torch.tensor(ABSURD)[torch.randint(len(ABSURD), (len(c.seq_lens), columns), generator=self._generator)]
+        table = absurd.int()
+        used = torch.zeros(self.num_pages, c.page_size, dtype=torch.bool)
+        for b, length in enumerate(c.seq_lens):
+            for column in range(-(-length // c.page_size)):
+                page = order.pop()
+                table[b, column] = page
+                used[page, : length - column * c.page_size] = True
+        self.block_table = table.to(self.device)
+        self.seq_lens = torch.tensor(c.seq_lens, dtype=torch.int32, device=self.device)
+        self.seq_lens_cpu = torch.tensor(c.seq_lens, dtype=torch.int32)
+        kv_scale: float | Tensor | None = c.kv_scale
+        if c.kv_scale is not None and c.kv_scale_kind == "tensor":
+            kv_scale = torch.tensor([c.kv_scale], device=self.device)
+        slot = _slot(self.num_pages, c, self.device)
+        _poison(slot.data)
+        self.cache = slot.layer(c.layer, kv_scale=kv_scale)
+        tokens = self.num_pages * c.page_size
+        kv_c, k_pe = self._normal(tokens, 512), self._normal(tokens, 64)
+        slots = torch.arange(tokens)
+        if c.topk is None:
+            slots = torch.where(used.flatten(), slots, -1)
+            if self.unused == "finite":
+                self.cache.data.view(torch.uint8).fill_(0x3C)
+        self.cache.write(
+            kv_c.to(self.q_dtype).to(self.device), k_pe.to(self.q_dtype).to(self.device), slots.to(self.device)
+        )
+        self.contiguous = PagedCache(
+            self.cache.data.clone(memory_format=torch.contiguous_format), c.cache_format, kv_scale=kv_scale
+        )
+        self.values = self.contiguous.dequantized()
+
+    def _make_queries(self) -> None:
+        c = self.condition
+        batch = len(c.seq_lens)
+        lead = (sum(c.q_lens) + 2,) if c.q_lens is not None else (batch,) if c.q_len == 1 else (batch, c.q_len)
+        self.cu_q_lens = None
+        if c.q_lens is not None:
+            self.cu_q_lens = torch.tensor(
+                [0, *torch.tensor(c.q_lens).cumsum(0).tolist()], dtype=torch.int32, device=self.device
+            )
+        latent, rope = self._normal(*lead, c.num_heads, 512, scale=0.3), self._normal(*lead, c.num_heads, 64, scale=0.3)
+        if c.q_amax is not None:
+            largest = latent.abs().max()
+            latent, rope = latent * (c.q_amax / largest), rope * (c.q_amax / largest)
+        self.latent, self.rope = latent.to(self.q_dtype).to(self.device), rope.to(self.q_dtype).to(self.device)
+        self.attn_sink = self._normal(c.num_heads).to(self.device) if c.attn_sink else None
+        self.indices = None
+        if c.topk is not None:
+            picked = torch.randint(0, self.num_pages * c.page_size, (*lead, c.topk), generator=self._generator).int()
+            none = torch.rand(*lead, c.topk, generator=self._generator) < 0.2
+            absurd = torch.tensor([-1, -7, self.num_pages * c.page_size, 2**31 - 1, -(2**31)]).int()
+            picked[none] = absurd[torch.randint(len(absurd), (int(none.sum()),), generator=self._generator)]
+            picked[0] = -1
+            self.indices = picked.to(self.device)
+
+    def query(self, plan: DecodePlan) -> Query:
+        """The condition's query, in the layout that it names."""
+        kind, latent, rope = self.condition.query, self.latent, self.rope
+        if kind == "packed":
+            return Query.from_packed(torch.cat([latent, rope], -1))
+        if kind == "parts":
+            return Query.from_parts(latent, rope)
+        if kind == "transposed":
+            heads_first = latent.movedim(-2, 0).contiguous().movedim(0, -2)
+            wide = torch.full((*rope.shape[:-1], 192), float("nan"), dtype=rope.dtype, device=rope.device)
+            wide[..., 128:] = rope
+            return Query.from_parts(heads_first, wide[..., 128:])
+        query = plan.new_query()
+        if query.dtype == torch.float8_e4m3fn:
+            # A quantised buffer is written through an identity W_UK.
+            return self._absorbed(query)
+        query.latent.fill_(torch.nan)
+        query.rope.fill_(torch.nan)
+        tokens = len(latent)
+        query.latent[:tokens, ..., : latent.shape[-2], :].copy_(latent)
+        query.rope[:tokens, ..., : latent.shape[-2], :].copy_(rope)
+        return query
+
+    def _absorbed(self, query: Query) -> Query:
+        latent, rope = self.latent, self.rope
+        eye = torch.eye(512, dtype=latent.dtype, device=latent.device).expand(latent.shape[-2], 512, 512)
+        missing = query.latent.shape[0] - latent.shape[0]
+        latent, rope = (torch.cat([x, x.new_full((missing, *x.shape[1:]), torch.nan)]) for x in (latent, rope))
+        return AbsorbWeights(eye, eye).query(latent, rope, out=query)
+
+    def problem(self) -> Problem:
+        """The facts that a plan of this trial is chosen by, but for those that only tensors know."""
+        c = self.condition
+        return Problem(
+            c.num_heads,
+            batch=c.batch,
+            q_len=c.q_len if c.q_lens is None else max(c.q_lens),
+            ragged=c.q_lens is not None,
+            causal=c.causal,
+            cache_format=c.cache_format,
+            q_dtype=str(self.q_dtype).removeprefix("torch."),
+            page_size=c.page_size,
+            page_stride=self.cache.page_stride_rows,
+            whole_rows=self.cache.pages_start_on_rows,
+            packed_rows=self.cache.packed_rows,
+            alignment=self.cache.alignment,
+            topk=c.topk,
+            needs_lse=c.return_lse,
+            attn_sink=c.attn_sink,
+            batch_invariant=c.batch_invariant,
+            max_seq_len=None if c.topk is not None else self.block_table.shape[1] * c.page_size,
+            measured_q_scale=c.q_scale is None,
+        )
+
+    def plan(self, backend: Backend, cache: PagedCache | None = None) -> DecodePlan:
+        c = self.condition
+        is_sparse = c.topk is not None
+        return backend.plan(
+            self.cache if cache is None else cache,
+            None if is_sparse else self.block_table,
+            None if is_sparse else self.seq_lens,
+            num_heads=c.num_heads,
+            softmax_scale=SOFTMAX_SCALE,
+            q_len=c.q_len,
+            cu_q_lens=self.cu_q_lens,
+            max_q_len=None if c.q_lens is None else max(c.q_lens),
+            causal=c.causal,
+            q_dtype=self.q_dtype,
+            topk=c.topk,
+            attn_sink=self.attn_sink,
+            return_lse=c.return_lse,
+            max_batch=c.batch if is_sparse else c.max_batch,
+            seq_lens_cpu=None if is_sparse else self.seq_lens_cpu,
+            batch_invariant=c.batch_invariant,
+            q_scale=c.q_scale,
+        )
+
+    def truth(self, plan: DecodePlan) -> Decoded:
+        """The reference on the values that the kernel reads: the cache dequantised, and the query where it is quantised."""
+        latent, rope = self.latent, self.rope
+        if plan.quantizes_query:
+            packed = torch.cat([latent, rope], -1).float()
+            scale = self.condition.q_scale or float(packed[self._live_rows()].abs().max()) / E4M3_MAX
+            stored = (packed / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
+            latent, rope = stored[..., :512], stored[..., 512:]
+        if self.indices is not None:
+            return reference_sparse(
+                latent, rope, self.values, self.indices, softmax_scale=SOFTMAX_SCALE, attn_sink=self.attn_sink
+            )
+        return reference_decode(
+            latent,
+            rope,
+            self.values,
+            self.block_table,
+            self.seq_lens,
+            softmax_scale=SOFTMAX_SCALE,
+            causal=self.condition.causal,
+            cu_q_lens=self.cu_q_lens,
+            attn_sink=self.attn_sink,
+        )
+
+    def _live_rows(self) -> Tensor:
+        """Query rows of requests that have keys."""
+        if self.condition.q_lens is None:
+            return self.seq_lens > 0
+        lens = torch.tensor(self.condition.q_lens, device=self.device)
+        live = torch.repeat_interleave(self.seq_lens > 0, lens)
+        return torch.nn.functional.pad(live, (0, len(self.latent) - len(live)))
+
+    def run(self, backend: Backend) -> Outcome:
+        """Decode the layer view and its contiguous clone, and compare both with the truth."""
+        plan = self.plan(backend)
+        got = plan.run(self.query(plan), self.cache, indices=self.indices)
+        other = self.plan(backend, self.contiguous)
+        again = other.run(self.query(other), self.contiguous, indices=self.indices)
+        tokens = len(self.latent)
+        want = self.truth(plan)
+        out = got.out[:tokens].double().cpu()
+        is_empty = want.lse == float("-inf")
+        lse_error, are_empty_right = 0.0, bool((out[is_empty] == 0).all()) and not bool(out.isnan().any())
+        equal = torch.equal(got.out[:tokens], again.out[:tokens])
+        if got.lse is not None and again.lse is not None:
+            lse = got.lse[:tokens].double().cpu()
+            are_empty_right = (
+                are_empty_right and bool((lse[is_empty] == float("-inf")).all()) and not bool(lse.isnan().any())
+            )
+            lse_error = float((lse - want.lse)[~is_empty].abs().max()) if bool((~is_empty).any()) else 0.0
+            equal = equal and torch.equal(got.lse[:tokens], again.lse[:tokens])
+        norm = float(want.out.norm())
+        out_error = float((out - want.out).norm()) / norm if norm else float(out.norm())
+        return Outcome(out_error, lse_error, equal, are_empty_right, plan.describe())
+
+
+def _slot(num_pages: int, c: Condition, device: torch.device) -> UnifiedCache:
+    """A slot that starts `offset` bytes after a 16-byte boundary."""
+    made = UnifiedCache.allocate(num_pages, c.layers, c.page_size, c.cache_format, device)
+    if not c.offset:
+        return made
+    data = made.data
+    raw = torch.zeros(data.numel() * data.element_size() + 64, dtype=torch.uint8, device=device)
+    start = (-raw.data_ptr()) % 16 + c.offset
+    return UnifiedCache(
+        raw[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape), c.cache_format
+    )
+
+
+def _poison(data: Tensor) -> None:
+    """NaN in every value: all bits set is NaN in bf16, fp16, fp32 and e4m3."""
+    data.view(torch.uint8).fill_(0xFF)
