@@ -11,9 +11,9 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown
 from mla_backends.problem import Geometry
-from mla_backends.query import Query, by_tokens, merged, tokens
+from mla_backends.query import Query, merged, tokens
 
-__all__ = ["AbsorbWeights", "Query", "by_tokens"]
+__all__ = ["AbsorbWeights", "Query"]
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
@@ -31,6 +31,9 @@ class AbsorbWeights:
     """
 
     __slots__ = ("__weakref__", "w_uk", "w_uv")
+
+    w_uk: Tensor
+    w_uv: Tensor
 
     def __init__(self, w_uk: Tensor, w_uv: Tensor) -> None:
         for name, found in (("w_uk", w_uk), ("w_uv", w_uv)):

@@ -291,6 +291,10 @@ class UnifiedCache:
         InvalidInput: as `PagedCache`, for the layers' views.
     """
 
+    data: Tensor
+    format: Format
+    num_layers: int
+
     def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
         if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
             raise InvalidInput(
@@ -299,7 +303,7 @@ class UnifiedCache:
         if not are_apart(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
             raise InvalidInput(f"data has strides {data.stride()} for {shown(data)}, it takes rows that do not overlap")
         self.data = data
-        self.format: Format = format
+        self.format = format
         self.num_layers = data.shape[1]
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim

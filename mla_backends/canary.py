@@ -13,10 +13,11 @@ import torch
 
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter
-from mla_backends.buffers import Buffers, StepInput
+from mla_backends.buffers import StepInput
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
+from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan, Recipe
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
@@ -114,8 +115,13 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
     width, rope_width = problem.kv_lora_rank, problem.qk_rope_head_dim
     columns = -(-max(_SEQ_LENS) // page_size)
     cache = PagedCache.allocate(
-        2 * columns + 1, page_size, problem.cache_format, where, kv_lora_rank=width, qk_rope_head_dim=rope_width
-    )  # type: ignore[arg-type]
+        2 * columns + 1,
+        page_size,
+        format_named(problem.cache_format).name,
+        where,
+        kv_lora_rank=width,
+        qk_rope_head_dim=rope_width,
+    )
     slots = torch.arange(cache.num_slots, device=where)
     cache.write(
         normal(len(slots), width).to(_model_dtype(problem)),
@@ -163,7 +169,8 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
             query.latent, query.rope, values, indices, softmax_scale=recipe.softmax_scale, attn_sink=recipe.attn_sink
         )
     else:
-        assert step.block_table is not None and step.seq_lens is not None
+        assert step.block_table is not None
+        assert step.seq_lens is not None
         want = reference_decode(
             query.latent,
             query.rope,

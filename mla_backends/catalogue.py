@@ -60,7 +60,7 @@ class Serving:
 @cache
 def serving(adapter: Adapter) -> Serving:
     """Ask an adapter's providers in order; the first that answers serves. Asked once a process."""
-    absent = []
+    absent: list[tuple[str, str]] = []
     for provider in adapter.providers:
         try:
             return Serving(provider, provider.ask(), tuple(absent))

@@ -57,7 +57,7 @@ class CacheFormat:
         query_dtype: of the model's queries by default, as torch names it.
     """
 
-    name: str
+    name: Format
     dtypes: tuple[str, ...]
     scale: Literal["none", "tensor", "row"]
     widths: tuple[int, int] | None = None

@@ -25,6 +25,13 @@ class IndexerCache:
         InvalidInput: where dtype, width or strides are others.
     """
 
+    data: Tensor
+    num_pages: int
+    page_size: int
+    page_stride: int
+    alignment: int
+    device: torch.device
+
     def __init__(self, data: Tensor) -> None:
         if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 3 or data.shape[2] != _ROW:
             raise InvalidInput(f"data is {shown(data)}, it takes a tensor [pages, page_size, {_ROW}] of uint8")

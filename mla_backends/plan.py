@@ -219,7 +219,7 @@ class DecodePlan:
         if self._kernel is None:
             return
         lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
-        with on(self._recipe.where):
+        with _On(self._recipe.where):
             self._kernel.update(lengths)
         for view in self._views.values():
             view._buffers.follow(self._buffers)
@@ -301,7 +301,7 @@ class DecodePlan:
         )
         if direct is not None and direct.ndim < kernel_query.latent.ndim:
             direct = direct.unsqueeze(1)
-        with on(self._recipe.where):
+        with _On(self._recipe.where):
             raw, raw_lse = kernel.run(kernel_query, cache, indices, direct)
         return self._finish(query, raw, raw_lse, given, lse, written=direct is not None)
 
@@ -451,7 +451,7 @@ class DecodePlan:
         }
 
 
-class on:
+class _On:
     """The current CUDA device is the tensors' own while a kernel library is called; free where it is already."""
 
     __slots__ = ("_device", "_guard")

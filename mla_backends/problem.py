@@ -159,7 +159,7 @@ def softmax_scale(config: Any) -> float:
 
     Source: DeepseekV3Attention of Hugging Face transformers and DeepSeek-V3's own inference/model.py.
     """
-    base = (_required(config, "qk_nope_head_dim") + _required(config, "qk_rope_head_dim")) ** -0.5
+    base = float((_required(config, "qk_nope_head_dim") + _required(config, "qk_rope_head_dim")) ** -0.5)
     rope = _value(config, "rope_parameters", "rope_scaling") or {}
     kind = _value(rope, "rope_type", "type") or "default"
     mscale_all_dim, factor = _value(rope, "mscale_all_dim"), _value(rope, "factor")

@@ -67,7 +67,7 @@ class Range:
     def __contains__(self, value: Any) -> bool:
         if value is None:
             return self.unknown
-        return value >= self.low and (self.high is None or value <= self.high) and value % self.step == 0
+        return bool(value >= self.low and (self.high is None or value <= self.high) and value % self.step == 0)
 
     def __str__(self) -> str:
         multiple = f"a multiple of {self.step}" if self.step > 1 else ""

@@ -156,10 +156,8 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     if "fp8" in formats:
         fp8 = replace(base, cache_format="fp8")
         for scale in (0.5, 2.0):
-            yield from (
-                replace(fp8, kv_scale=scale, kv_scale_kind=kind, num_heads=h)
-                for kind, h in (("float", 16), ("tensor", 128))
-            )
+            yield replace(fp8, kv_scale=scale, kv_scale_kind="float", num_heads=16)
+            yield replace(fp8, kv_scale=scale, kv_scale_kind="tensor", num_heads=128)
         yield replace(fp8, q_scale=0.01)
         yield replace(fp8, q_scale=0.01, num_heads=12, query="parts", q_len=2)
         yield replace(fp8, q_amax=3000.0, kv_scale=0.5)

@@ -321,6 +321,7 @@ class Trial:
         again = other.run(self.query(other), self.contiguous, indices=self.indices)
         tokens = len(self.latent)
         want = self.truth(plan)
+        assert want.lse is not None
         out = got.out[:tokens].double().cpu()
         is_empty = want.lse == float("-inf")
         lse_error, are_empty_right = 0.0, bool((out[is_empty] == 0).all()) and not bool(out.isnan().any())

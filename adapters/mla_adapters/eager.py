@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.cache import PagedCache
@@ -18,7 +20,6 @@ from mla_backends.device import Device
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, OneOf
-from torch import Tensor
 
 KEY_BLOCK = 256
 """Keys under one rescaling of the running softmax."""
