@@ -104,6 +104,8 @@ def test_a_layer_is_made_once_for_each_scale():
         assert unified.layer(-1, kv_scale=kv_scale) is unified.layer(3, kv_scale=kv_scale)
     assert unified.layer(3, kv_scale=0.5) is not unified.layer(3, kv_scale=2.0)
     assert unified.layer(3, kv_scale=scale).kv_scale is scale
+    another = torch.full((1,), 2.0)
+    assert unified.layer(3, kv_scale=another).kv_scale is another
     assert unified.layer(2) is not unified.layer(3)
 
 
