@@ -148,7 +148,7 @@ class Kernel(ABC):
             out, and lse in the kernel's own axes, base and empty value; None where the problem needs none.
         """
 
-    def update(self, lengths: HostLengths | None) -> None:
+    def update(self, lengths: HostLengths | None) -> None:  # noqa: B027, a kernel may have nothing to plan
         """Plan a step anew from the buffers' current values, into the same metadata tensors.
 
         Args:

@@ -47,6 +47,10 @@ class CacheFacts(NamedTuple):
     device: torch.device
 
 
+_KNOWN_FACTS: dict[CacheFacts, CacheFacts] = {}
+"""One object for equal facts, so that a plan knows a layer's layout again by identity."""
+
+
 class PagedCache:
     """One layer's paged rows, wherever they lie: no copy, any page and row stride, last dimension dense. Immutable.
 
@@ -118,21 +122,18 @@ class PagedCache:
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
         put(self, "rope", None if mixed else rows[..., kv_lora_rank:])
-        put(
-            self,
-            "facts",
-            CacheFacts(
-                format=format,
-                num_pages=num_pages,
-                page_size=page_size,
-                page_stride=page_stride,
-                row_stride=row_stride,
-                kv_lora_rank=kv_lora_rank,
-                qk_rope_head_dim=qk_rope_head_dim,
-                alignment=alignment_of(rows, page_stride, row_stride),
-                device=rows.device,
-            ),
+        facts = CacheFacts(
+            format=format,
+            num_pages=num_pages,
+            page_size=page_size,
+            page_stride=page_stride,
+            row_stride=row_stride,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            alignment=alignment_of(rows, page_stride, row_stride),
+            device=rows.device,
         )
+        put(self, "facts", _KNOWN_FACTS.setdefault(facts, facts))
 
     @classmethod
     def allocate(

@@ -6,6 +6,7 @@ library. `run` allocates nothing of its own, waits for nothing, and does nothing
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.buffers import Buffers, StepInput
-from mla_backends.cache import PagedCache
+from mla_backends.cache import CacheFacts, PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
 from mla_backends.intake import Intake
+from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
 
@@ -103,10 +105,12 @@ class DecodePlan:
         self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
         self._views: dict[int, DecodePlan] = {}
-        self._accepted: set[Any] = set()
+        self._accepted: CacheFacts | None = None
+        self._is_cuda = recipe.where.type == "cuda"
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
+        self._outlet = Outlet(problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers)
         self._slots = self._new_slots()
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
@@ -219,7 +223,7 @@ class DecodePlan:
         if self._kernel is None:
             return
         lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
-        with _On(self._recipe.where):
+        with torch.cuda.device(self._recipe.where) if self._is_cuda else nullcontext():
             self._kernel.update(lengths)
         for view in self._views.values():
             view._buffers.follow(self._buffers)
@@ -277,7 +281,7 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
-        if cache.facts not in self._accepted:
+        if cache.facts is not self._accepted:
             self._accept_cache(cache)
         if (indices is None) == self._is_sparse:
             raise InvalidInput(
@@ -288,22 +292,16 @@ class DecodePlan:
         kernel_query = self._intake.bring(query)
         kernel = self._kernel
         if kernel is None or kernel_query.latent.shape[0] == 0:
-            return self._empty(query, out, lse)
+            return self._outlet.nothing(query, out, lse)
         if indices is not None:
             indices = self._sanitized(indices, query, cache)
-        given = out
-        if given is not None:
-            self._check_out(query, given)
-        direct = (
-            given
-            if given is not None and self._conventions.writes_out and self._heads == self.problem.num_heads
-            else None
-        )
-        if direct is not None and direct.ndim < kernel_query.latent.ndim:
-            direct = direct.unsqueeze(1)
-        with _On(self._recipe.where):
-            raw, raw_lse = kernel.run(kernel_query, cache, indices, direct)
-        return self._finish(query, raw, raw_lse, given, lse, written=direct is not None)
+        target = self._outlet.target(query, out)
+        if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
+            with torch.cuda.device(self._recipe.where):
+                raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+                return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+        raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+        return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""
@@ -323,7 +321,7 @@ class DecodePlan:
         refusals = recipe.adapter.refusals(replace(problem, **cache_facts(cache)), recipe.device, forced=True)
         if refusals:
             raise InvalidInput(f"{self.adapter} does not take this cache: " + "; ".join(map(str, refusals)))
-        self._accepted.add(cache.facts)
+        self._accepted = cache.facts
 
     def _new_slots(self) -> Tensor | None:
         """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes."""
@@ -348,87 +346,6 @@ class DecodePlan:
         ops.sanitize_slots(slots, indices.reshape(-1, topk), cache.num_slots)
         return slots.view(buffers.batch, buffers.q_len, -1)
 
-    def _check_out(self, query: Query, out: Tensor) -> None:
-        shape = (*query.latent.shape[:-2], self.problem.num_heads, self.problem.kv_lora_rank)
-        if tuple(out.shape) != shape or out.dtype != self._recipe.q_dtype or out.device != self._recipe.where:
-            raise InvalidInput(
-                f"out is {list(out.shape)} {out.dtype} on {out.device}, it takes {list(shape)} {self._recipe.q_dtype} on {self._recipe.where}"
-            )
-
-    # --- the kernel's conventions into ours ---------------------------------------------------------------------------
-
-    def _finish(
-        self,
-        query: Query,
-        raw: Tensor,
-        raw_lse: Tensor | None,
-        out: Tensor | None,
-        lse: Tensor | None,
-        *,
-        written: bool,
-    ) -> Decoded:
-        """Slice padded heads off, order the lse, and settle rows without keys: one launch, only where conventions differ."""
-        conventions, problem = self._conventions, self.problem
-        if self._heads != problem.num_heads:
-            raw = raw[..., : problem.num_heads, :]
-        ordered = None
-        if problem.needs_lse:
-            assert raw_lse is not None
-            ordered = self._ordered(raw_lse)[..., : problem.num_heads]
-        overwrite = conventions.empty_rows in ("unwritten", "undefined") or problem.ragged
-        convert = ordered is not None and (
-            conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged
-        )
-        if overwrite or convert:
-            into = torch.empty(ordered.shape, dtype=torch.float32, device=raw.device) if ordered is not None else None
-            ops.finish_rows(
-                raw if overwrite else None,
-                into,
-                ordered,
-                None if self._is_sparse else self._buffers.seq_lens,
-                q_len=self._buffers.q_len,
-                causal=problem.causal,
-                cu_q_lens=self._buffers.cu_q_lens if problem.ragged else None,
-                base2=conventions.lse_base == "2",
-                overwrite_out=overwrite,
-            )
-            ordered = into
-        if query.latent.ndim < raw.ndim:
-            raw = raw.squeeze(1)
-            ordered = None if ordered is None else ordered.squeeze(1)
-        if out is not None and not written:
-            out.copy_(raw)
-        if lse is not None:
-            if ordered is None or lse.shape != ordered.shape:
-                raise InvalidInput(
-                    "lse is given, but this plan was made without return_lse"
-                    if ordered is None
-                    else f"lse has shape {list(lse.shape)}, it takes {list(ordered.shape)}"
-                )
-            ordered = lse.copy_(ordered)
-        return Decoded(raw if out is None else out, ordered)
-
-    def _ordered(self, lse: Tensor) -> Tensor:
-        """A view of the kernel's lse with our axes, [B, q, H] or [T, H]."""
-        axes = self._conventions.lse_axes
-        if axes == "BHQ":
-            return lse.transpose(1, 2)
-        if axes in ("TH", "HT"):
-            by_token = lse if axes == "TH" else lse.transpose(0, 1)
-            return (
-                by_token if self.problem.ragged else by_token.unflatten(0, (self._buffers.batch, self._buffers.q_len))
-            )
-        return lse
-
-    def _empty(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
-        """No rows: nothing is launched."""
-        shape = (*query.latent.shape[:-2], self.problem.num_heads)
-        if out is None:
-            out = query.latent.new_empty(*shape, self.problem.kv_lora_rank)
-        if lse is None and self.problem.needs_lse:
-            lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-        return Decoded(out, lse)
-
     def describe(self) -> dict[str, Any]:
         """Adapter, provider and version, padding, workspace, update mode, what the library allocates, what decided the choice."""
         recipe = self._recipe
@@ -449,22 +366,3 @@ class DecodePlan:
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }
-
-
-class _On:
-    """The current CUDA device is the tensors' own while a kernel library is called; free where it is already."""
-
-    __slots__ = ("_device", "_guard")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._guard: Any = None
-
-    def __enter__(self) -> None:
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
-            self._guard = torch.cuda.device(self._device)
-            self._guard.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*exc)

@@ -111,7 +111,8 @@ Q_LENS = (1, 2, 4)
 LONG = (4096, 1000, 0, 333)
 
 
-def _inside(adapter: Adapter, subject: str, default: tuple[Any, ...]) -> tuple[Any, ...]:
+def stated(adapter: Adapter, subject: str, default: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The values that an adapter states to take of a field of `Problem`; `default` where it has no limit on it."""
     for rule in adapter.support:
         if isinstance(rule, Limit) and rule.of is Problem and rule.subject == subject:
             return rule.takes.inside
@@ -120,9 +121,9 @@ def _inside(adapter: Adapter, subject: str, default: tuple[Any, ...]) -> tuple[A
 
 def conditions(adapter: Adapter) -> Iterator[Condition]:
     """What an adapter is run at: each axis of the contract, around the first format, page size and topk that it states."""
-    formats = _inside(adapter, "cache_format", ("bf16",))
-    pages = _inside(adapter, "page_size", (64,))
-    is_sparse = None not in _inside(adapter, "topk", (None,))
+    formats = stated(adapter, "cache_format", ("bf16",))
+    pages = stated(adapter, "page_size", (64,))
+    is_sparse = None not in stated(adapter, "topk", (None,))
     base = Condition(
         cache_format=formats[0], page_size=64 if 64 in pages else pages[0], topk=192 if is_sparse else None
     )
