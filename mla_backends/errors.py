@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mla_backends.support import Verdicts
 
-__all__ = ["InvalidInput", "NoAdapterRuns"]
+__all__ = ["InvalidInput", "NoAdapterRuns", "shown"]
 
 
 class InvalidInput(ValueError):
@@ -24,3 +24,9 @@ class NoAdapterRuns(RuntimeError):
     def __init__(self, verdicts: Verdicts) -> None:
         super().__init__(f"no adapter runs this problem\n{verdicts}")
         self.verdicts = verdicts
+
+
+def shown(found: object) -> str:
+    """How a message shows what was given: a tensor by shape and dtype, anything else by its type."""
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    return f"a {type(found).__name__}" if shape is None or dtype is None else f"{list(shape)} of {dtype}"
