@@ -6,16 +6,16 @@ with one buffer cost one comparison each. Buffers are made when a query is admit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.absorb import Query
 from mla_backends.buffers import Buffers
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
+from mla_backends.query import Query, by_tokens
 from mla_backends.support import Conventions
 
 __all__ = ["Intake"]
@@ -115,7 +115,7 @@ class Intake:
         )
 
     def _copier(self, into: Query, query: Query) -> Callable[[], None]:
-        views = tuple(_by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))
+        views = tuple(by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))
 
         def copy() -> None:
             for packed, latent, rope in views:
@@ -138,7 +138,7 @@ class Intake:
             ops.query_scale(
                 scale, latent, rope, lengths, buffers.cu_q_lens if self._problem.ragged else None, buffers.q_len
             )
-        for to_latent, to_rope, latent, rope in _by_tokens(
+        for to_latent, to_rope, latent, rope in by_tokens(
             into.latent[..., :heads, :], into.rope[..., :heads, :], query.latent, query.rope
         ):
             ops.quantize_query(to_latent, latent, scale)
@@ -189,16 +189,3 @@ def _is_aligned(query: Query) -> bool:
         ):
             return False
     return True
-
-
-def _by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q."""
-    if tensors[0].dim() == 3:
-        yield tensors
-        return
-    batch, q_len = tensors[0].shape[:2]
-    if all(batch == 1 or q_len == 1 or t.stride(0) == q_len * t.stride(1) for t in tensors):
-        yield tuple(t.flatten(0, 1) for t in tensors)
-        return
-    for i in range(q_len):
-        yield tuple(t[:, i] for t in tensors)
