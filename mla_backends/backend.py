@@ -16,17 +16,17 @@ from torch import Tensor
 
 from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.adapter import Adapter
-from mla_backends.steps import Room, StepInput, check_ints, check_tensor, whole_number
 from mla_backends.cache import PagedCache
 from mla_backends.canary import PROOFS, SWITCH
 from mla_backends.catalogue import Entry, as_entries, installed, serving
 from mla_backends.device import Device
 from mla_backends.dispatch import forced, judge
-from mla_backends.errors import InvalidInput, NoAdapterRuns
+from mla_backends.errors import InvalidInput, NoAdapterRuns, whole_number
 from mla_backends.formats import format_named, is_float32_scale
 from mla_backends.plan import DecodePlan, Recipe, cache_facts
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
+from mla_backends.steps import Room, StepInput, check_ints, check_tensor
 from mla_backends.support import Refusal, Verdict, Verdicts
 
 __all__ = ["Backend", "WarmupReport", "get_backend"]
@@ -226,13 +226,13 @@ class Backend:
             raise InvalidInput("block_table and seq_lens are required unless topk is given")
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
         step.check(where)
-        batch = whole_number("max_batch", max_batch, 0) if max_batch is not None else step.live or 0
+        batch = whole_number("max_batch", max_batch, least=0) if max_batch is not None else step.live or 0
         if cu_q_lens is not None:
-            q_len = _longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, 0)
+            q_len = _longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
         elif max_q_len is not None and max_q_len != q_len:
             raise InvalidInput(f"max_q_len is {max_q_len} without cu_q_lens; uniform queries take q_len")
         widest = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
-        capacity = widest if max_seq_len is None else whole_number("max_seq_len", max_seq_len, 0)
+        capacity = widest if max_seq_len is None else whole_number("max_seq_len", max_seq_len, least=0)
         dtype = q_dtype if q_dtype is not None else getattr(torch, format_named(cache.format).query_dtype)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"q_dtype is {dtype!r}, it takes a torch.dtype such as torch.bfloat16")

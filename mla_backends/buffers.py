@@ -205,7 +205,9 @@ class Buffers:
             seq_lens = torch.zeros(self.batch, dtype=torch.int32, device="cpu")
             seq_lens[: len(self._known)] = self._known
         cu_q_lens = (
-            self.cu_q_lens.cpu() if self.ragged else torch.arange(self.batch + 1, dtype=torch.int32, device="cpu") * self.q_len
+            self.cu_q_lens.cpu()
+            if self.ragged
+            else torch.arange(self.batch + 1, dtype=torch.int32, device="cpu") * self.q_len
         )
         return HostLengths(seq_lens, cu_q_lens)
 

@@ -13,7 +13,6 @@ import torch
 
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter
-from mla_backends.steps import StepInput
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
@@ -21,6 +20,7 @@ from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan, Recipe
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
+from mla_backends.steps import StepInput
 from mla_backends.support import Refusal
 
 __all__ = ["SWITCH", "Proofs", "prove"]
@@ -156,9 +156,7 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
             (torch.randperm(2 * columns, generator=generator, device="cpu") + 1).view(2, columns).int().to(where),
             torch.tensor(_SEQ_LENS, dtype=torch.int32, device=where),
             torch.tensor(_SEQ_LENS, dtype=torch.int32, device="cpu"),
-            torch.tensor([0, tiny.q_len, tiny.q_len + 1], dtype=torch.int32, device=where)
-            if problem.ragged
-            else None,
+            torch.tensor([0, tiny.q_len, tiny.q_len + 1], dtype=torch.int32, device=where) if problem.ragged else None,
         )
     plan = DecodePlan.start(recipe, batch=2, q_len=tiny.q_len, step=step)
     lead = (tiny.q_len + 1,) if problem.ragged else (2, tiny.q_len)

@@ -118,7 +118,11 @@ def as_entries(adapters: Iterable[Any] | Sequence[Any]) -> tuple[Entry, ...]:
         entry = given() if isinstance(given, type) and issubclass(given, Adapter) else given
         if not isinstance(entry, Adapter | Broken):
             raise InvalidInput(f"adapters holds {entry!r}, it takes objects of mla_backends.adapter.Adapter")
-        missing = [name for name in ("name", "support", "conventions") if not hasattr(entry, name) and isinstance(entry, Adapter)]
+        missing = [
+            name
+            for name in ("name", "support", "conventions")
+            if not hasattr(entry, name) and isinstance(entry, Adapter)
+        ]
         if missing:
             raise InvalidInput(f"adapter {type(entry).__name__} declares no {', '.join(missing)}, it takes all three")
         if any(entry.name == other.name for other in entries):

@@ -7,16 +7,16 @@ whatever queries come between: captured graphs hold their addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.absorb import Query
 from mla_backends.buffers import Buffers
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
+from mla_backends.query import Query, by_tokens
 from mla_backends.support import Conventions
 
 __all__ = ["Intake"]
@@ -128,7 +128,7 @@ class Intake:
         return Query.from_packed(packed, problem.kv_lora_rank, scale=scale)
 
     def _copier(self, into: Query, query: Query) -> Callable[[], None]:
-        views = tuple(_by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))
+        views = tuple(by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))
 
         def copy() -> None:
             for packed, latent, rope in views:
@@ -147,12 +147,14 @@ class Intake:
         if self._is_measured:
             buffers = self._buffers
             # Padded heads may hold anything, and their values must not widen the scale.
-            latent, rope = (part[..., : self._problem.num_heads, :].flatten(0, -3) for part in (query.latent, query.rope))
+            latent, rope = (
+                part[..., : self._problem.num_heads, :].flatten(0, -3) for part in (query.latent, query.rope)
+            )
             lengths = None if self._problem.topk is not None else buffers.seq_lens
             ops.query_scale(
                 scale, latent, rope, lengths, buffers.cu_q_lens if self._problem.ragged else None, buffers.q_len
             )
-        for to_latent, to_rope, latent, rope in _by_tokens(
+        for to_latent, to_rope, latent, rope in by_tokens(
             into.latent[..., :heads, :], into.rope[..., :heads, :], query.latent, query.rope
         ):
             ops.quantize_query(to_latent, latent, scale)
@@ -203,16 +205,3 @@ def _is_aligned(query: Query) -> bool:
         ):
             return False
     return True
-
-
-def _by_tokens(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Views of one leading shape as [T, H, X], once; where B and q do not merge, once a position of q."""
-    if tensors[0].dim() == 3:
-        yield tensors
-        return
-    batch, q_len = tensors[0].shape[:2]
-    if all(batch == 1 or q_len == 1 or t.stride(0) == q_len * t.stride(1) for t in tensors):
-        yield tuple(t.flatten(0, 1) for t in tensors)
-        return
-    for i in range(q_len):
-        yield tuple(t[:, i] for t in tensors)

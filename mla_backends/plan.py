@@ -20,12 +20,12 @@ from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
-from mla_backends.errors import InvalidInput
+from mla_backends.errors import InvalidInput, whole_number
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
-from mla_backends.steps import StepInput, check_tensor, whole_number
+from mla_backends.steps import StepInput, check_tensor
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
 
@@ -192,7 +192,7 @@ class DecodePlan:
         Raises:
             InvalidInput: before anything is changed.
         """
-        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, 0) > self._recipe.max_seq_len:
+        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, least=0) > self._recipe.max_seq_len:
             raise InvalidInput(
                 f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
             )
@@ -244,7 +244,7 @@ class DecodePlan:
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
         """
-        if whole_number("batch", batch, 1) == self._buffers.batch:
+        if whole_number("batch", batch) == self._buffers.batch:
             return self
         if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")

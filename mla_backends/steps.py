@@ -13,20 +13,9 @@ from torch import Tensor
 
 from mla_backends.errors import InvalidInput
 
-__all__ = ["Room", "StepInput", "check_ints", "check_tensor", "whole_number"]
+__all__ = ["Room", "StepInput", "check_ints", "check_tensor"]
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """The value, refused unless it is a whole number of at least `least`.
-
-    Raises:
-        InvalidInput: for a bool, a float, or less.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
-    return value
 
 
 def check_tensor(name: str, found: Any, taken: str) -> None:

@@ -212,7 +212,9 @@ class Verdicts:
         for verdict in self.entries:
             if verdict.name == name:
                 return verdict
-        raise KeyError(f"no verdict on {name!r}, there are those on {', '.join(v.name for v in self.entries) or 'none'}")
+        raise KeyError(
+            f"no verdict on {name!r}, there are those on {', '.join(v.name for v in self.entries) or 'none'}"
+        )
 
     @property
     def chosen(self) -> Verdict | None:

@@ -379,6 +379,21 @@ def test_an_e4m3_out_is_divided_by_its_scale_and_saturates():
     assert not torch.equal(plain.rope, q_pe)  # the large value is only in what was quantised
 
 
+def test_a_measured_e4m3_out_is_written_through_its_staging():
+    # The scale depends on all values, so that the plan's own step runs once they are known.
+    w = weights()
+    q_nope, q_pe = randn(3, 1, H, N, seed=1), randn(3, 1, H, R, seed=2)
+    staging = Query.from_packed(torch.zeros(3, 8, 576).bfloat16())
+    out = Query.from_packed(torch.zeros(3, 8, 576).to(torch.float8_e4m3fn), scale=torch.ones(1))
+    settled = []
+    out.written_through(staging, lambda: settled.append(staging.packed.clone()))
+    found = w.query(q_nope, q_pe, out=out)
+    assert found.latent.shape == (3, 1, 8, L)
+    assert found.packed.data_ptr() == out.packed.data_ptr()
+    assert len(settled) == 1
+    assert torch.equal(settled[0][:, :H], w.query(q_nope, q_pe).packed[:, 0])
+
+
 @pytest.mark.parametrize(
     ("q_nope", "q_pe", "out", "says"),
     [
@@ -399,6 +414,20 @@ def test_an_e4m3_out_is_divided_by_its_scale_and_saturates():
 def test_a_query_that_does_not_fit_is_refused(q_nope, q_pe, out, says):
     with pytest.raises(InvalidInput, match=says):
         weights().query(q_nope, q_pe, out=out)
+
+
+def test_a_compiled_function_absorbs_and_projects_in_one_graph():
+    w = weights()
+    out = Query.from_packed(torch.zeros(3, 8, 576).bfloat16())
+    q_nope, q_pe = randn(3, H, N, seed=1), randn(3, H, R, seed=2)
+
+    def step(q_nope: Tensor, q_pe: Tensor) -> Tensor:
+        query = w.query(q_nope, q_pe, out=out)
+        return w.project(query.latent[:, :H])
+
+    found = torch.compile(step, backend="eager", fullgraph=True)(q_nope, q_pe)
+    assert torch.equal(out.packed[:, :H], w.query(q_nope, q_pe).packed)
+    assert torch.equal(found, w.project(out.latent[:, :H]))
 
 
 def test_project_writes_into_a_transposed_out():

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends.cache import IndexerCache, PagedCache, UnifiedCache
+from mla_backends.cache import PagedCache, UnifiedCache
 from mla_backends.errors import InvalidInput
 from mla_backends.formats import FORMATS
+from mla_backends.indexer import IndexerCache
 
 FORMAT_NAMES = tuple(FORMATS)
 ROW_BYTES = {"bf16": 1152, "fp16": 1152, "fp32": 2304, "fp8": 576, "fp8_ds_mla": 656}
@@ -103,6 +104,8 @@ def test_a_layer_is_made_once_for_each_scale():
         assert unified.layer(-1, kv_scale=kv_scale) is unified.layer(3, kv_scale=kv_scale)
     assert unified.layer(3, kv_scale=0.5) is not unified.layer(3, kv_scale=2.0)
     assert unified.layer(3, kv_scale=scale).kv_scale is scale
+    another = torch.full((1,), 2.0)
+    assert unified.layer(3, kv_scale=another).kv_scale is another
     assert unified.layer(2) is not unified.layer(3)
 
 
@@ -110,7 +113,8 @@ def test_layers_do_not_collect_the_scale_tensors_of_every_step():
     unified = UnifiedCache.allocate(3, 2, 2, "fp8", "cpu")
     for _ in range(50):
         unified.layer(1, kv_scale=torch.ones(1))
-    assert len(unified._layers) + len(unified._tensor_scaled) <= 3
+    assert len(unified._layers) == 2
+    assert len(unified._tensor_scaled) == 1
 
 
 def test_a_bool_is_no_scale_even_where_it_equals_one_that_is_known():
@@ -118,6 +122,21 @@ def test_a_bool_is_no_scale_even_where_it_equals_one_that_is_known():
     unified.layer(0, kv_scale=1.0)
     with pytest.raises(InvalidInput, match="kv_scale is True"):
         unified.layer(0, kv_scale=True)
+
+
+def test_a_compiled_function_takes_layers_and_writes_them_in_one_graph():
+    unified = UnifiedCache.allocate(3, 2, 4, "bf16", "cpu")
+    kv_c, k_pe = tokens(2)
+
+    def step(kv_c: Tensor, k_pe: Tensor, slots: Tensor) -> Tensor:
+        for i in range(2):
+            unified.layer(i).write(kv_c + i, k_pe, slots)
+        return slots + 1
+
+    torch.compile(step, backend="eager", fullgraph=True)(kv_c, k_pe, torch.tensor([3, 8]))
+    for i in range(2):
+        expected = torch.cat((kv_c + i, k_pe), -1).float()
+        assert torch.equal(unified.layer(i).gather(torch.tensor([3, 8])), expected)
 
 
 @pytest.mark.parametrize("i", [2, -3, 61])
@@ -335,6 +354,7 @@ def test_tokens_may_be_strided_and_more_than_the_slots():
         (bf16(2, 576), bf16(2, 64), torch.tensor([0, 1]), "kv_c"),
         (bf16(2, 512), bf16(2, 1, 64), torch.tensor([0, 1]), "k_pe"),
         (bf16(2, 512), bf16(2, 32), torch.tensor([0, 1]), "k_pe"),
+        (bf16(1)[0], bf16(2, 64), torch.tensor([0, 1]), "kv_c"),
         (bf16(2, 512).half(), bf16(2, 64), torch.tensor([0, 1]), "dtype"),
         (bf16(2, 1024)[:, ::2], bf16(2, 64), torch.tensor([0, 1]), "stride"),
     ],
