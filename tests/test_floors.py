@@ -15,6 +15,7 @@ FLOORS = (
     "problem device result",
     "support formats",
     "op_table",
+    "graph_node",
     "cache_ops query_ops row_ops",
     "torch_ops",
     "ops",
