@@ -21,6 +21,7 @@ from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.graph_node import numbered, run_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
@@ -28,6 +29,8 @@ from mla_backends.result import Decoded
 from mla_backends.steps import StepInput, check_tensor
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def cache_facts(cache: PagedCache) -> dict[str, Any]:
@@ -109,6 +112,7 @@ class DecodePlan:
         # The facts of the last cache, one object for equal ones; nothing is it before the first.
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
+        self._number = numbered(self)
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -125,6 +129,12 @@ class DecodePlan:
         Raises:
             InvalidInput: for a step that does not fit.
         """
+        # What is made in inference mode cannot be written outside of it, and a plan outlives the mode that it is made in.
+        with torch.inference_mode(False):
+            return cls._start(recipe, batch, q_len, step)
+
+    @classmethod
+    def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
         conventions = recipe.adapter.conventions_of(recipe.problem)
         buffers = Buffers.allocate(
             batch,
@@ -251,8 +261,9 @@ class DecodePlan:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
-            view = DecodePlan(recipe, self._buffers.first(batch))
-            view._replan()
+            with torch.inference_mode(False):
+                view = DecodePlan(recipe, self._buffers.first(batch))
+                view._replan()
             self._views[batch] = view
         return self._views[batch]
 
@@ -289,6 +300,8 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
+        if _is_compiling():
+            return self._in_graph(query, cache, indices, out, lse)
         if getattr(cache, "facts", None) is not self._accepted:
             self._accept_cache(cache)
         if (indices is None) == self._is_sparse:
@@ -312,6 +325,20 @@ class DecodePlan:
                 return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
         raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
         return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+
+    def _in_graph(
+        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None, lse: Tensor | None
+    ) -> Decoded:
+        """The same run as one node of the graph that torch.compile is making."""
+        shape = (*query.latent.shape[:-2], self.problem.num_heads)
+        where = self._recipe.where
+        if out is None:
+            out = torch.empty((*shape, self.problem.kv_lora_rank), dtype=self._recipe.q_dtype, device=where)
+        if lse is None and self.problem.needs_lse:
+            lse = torch.empty(shape, dtype=torch.float32, device=where)
+        parts = (query.latent, query.rope, query.scale, cache.rows, indices)
+        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, out, lse)
+        return Decoded(out, lse)
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""

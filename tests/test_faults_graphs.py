@@ -562,3 +562,31 @@ def test_run_itself_compiles_without_a_graph_break(world: Any) -> None:
     out, lse = torch.compile(layer, fullgraph=True, backend="aot_eager")(gain)
     assert torch.equal(out, want.out * gain)
     assert torch.equal(lse, want.lse + gain)
+
+
+def test_a_whole_layer_compiles_and_reads_what_it_has_just_written(world: Any) -> None:
+    lens, table = world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    weights = AbsorbWeights(world.normal(16, 128, 512) * 0.1, world.normal(16, 512, 128, seed=8))
+    kv_c, k_pe = world.normal(2, 512, seed=11), world.normal(2, 64, seed=12)
+    last = torch.tensor([69, 0])
+    slots = table.cpu().long()[torch.arange(2), last // world.page_size] * world.page_size + last % world.page_size
+    slots = slots.to(world.device)
+    inputs = world.normal(2, 16, 128), world.normal(2, 16, 64, seed=4)
+
+    def layer(plan: DecodePlan, query: Query, cache: PagedCache, q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor]:
+        cache.write(kv_c, k_pe, slots)
+        weights.query(q_nope, q_pe, out=query)
+        decoded = plan.run(query, cache)
+        assert decoded.lse is not None
+        return weights.project(decoded.out), decoded.lse
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        cache = world.cache()
+        plan = world.plan(cache, table, lens)
+        query = plan.new_query()
+        first = run(plan, query, cache, *inputs)
+        second = run(plan, query, cache, *(x * 2 for x in inputs))
+        results.append((*first, *second, cache.rows.view(torch.uint8), query.packed.view(torch.uint8)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
