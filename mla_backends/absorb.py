@@ -156,6 +156,9 @@ class AbsorbWeights:
 
     __slots__ = ("__weakref__", "w_uk", "w_uv")
 
+    w_uk: Tensor
+    w_uv: Tensor
+
     def __init__(self, w_uk: Tensor, w_uv: Tensor) -> None:
         for name, found in (("w_uk", w_uk), ("w_uv", w_uv)):
             if not isinstance(found, Tensor) or found.dim() != 3 or found.dtype not in _PLAIN:

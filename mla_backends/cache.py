@@ -284,13 +284,16 @@ class UnifiedCache:
         InvalidInput: as `PagedCache`, for the layers' views.
     """
 
+    data: Tensor
+    format: Format
+
     def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
         if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
             raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows")
         if not _disjoint(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
             raise InvalidInput(f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap")
         self.data = data
-        self.format: Format = format
+        self.format = format
         self.num_layers = data.shape[1]
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
@@ -366,6 +369,8 @@ class IndexerCache:
     Raises:
         InvalidInput: where dtype, width or strides are others.
     """
+
+    data: Tensor
 
     def __init__(self, data: Tensor) -> None:
         if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 3 or data.shape[2] != _INDEXER_ROW:

@@ -14,9 +14,8 @@ FLOORS = (
     "errors",
     "problem device result",
     "support formats",
-    "op_table",
+    "torch_ops op_table",
     "cache_ops query_ops row_ops",
-    "torch_ops",
     "ops",
     "cache absorb reference",
     "adapter",
@@ -24,8 +23,8 @@ FLOORS = (
     "dispatch plan",
     "canary",
     "backend",
-    "__init__",
-    "testing compare table",
+    "__init__ trials",
+    "testing compare support_table",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
