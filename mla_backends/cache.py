@@ -1,4 +1,4 @@
-"""Where cache rows lie: one layer's pages, a block-major slot for all layers, the indexer's pages.
+"""Where cache rows lie: one layer's pages, and a block-major slot for all layers.
 
 Nothing is copied: a cache keeps the caller's tensor, checks once that every row of it can be addressed, and holds the
 views and facts that plans and adapters read in every step. Which bytes a row has is `formats.py`'s affair.
@@ -6,22 +6,26 @@ views and facts that plans and adapters read in every step. Which bytes a row ha
 
 from __future__ import annotations
 
-import math
 import operator
-from numbers import Real
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.errors import InvalidInput
-from mla_backends.formats import INDEXER, INDEXER_WIDTH, CacheFormat, Field, Format, format_named
+from mla_backends.errors import InvalidInput, shown, whole_number
+from mla_backends.formats import Format, format_named
+from mla_backends.pages import (
+    alignment_of,
+    are_apart,
+    device_scale,
+    field_values,
+    layout_of,
+    rows_of,
+    zeros,
+)
 
-__all__ = ["CacheFacts", "IndexerCache", "PagedCache", "UnifiedCache"]
-
-_INDEXER_ROW = sum(field.nbytes for field in INDEXER)
-_FLOAT32 = torch.finfo(torch.float32)
+__all__ = ["CacheFacts", "PagedCache", "UnifiedCache"]
 
 
 class CacheFacts(NamedTuple):
@@ -40,6 +44,10 @@ class CacheFacts(NamedTuple):
     qk_rope_head_dim: int
     alignment: int
     device: torch.device
+
+
+_KNOWN_FACTS: dict[CacheFacts, CacheFacts] = {}
+"""One object for equal facts, so that a plan knows a layer's layout again by identity."""
 
 
 class PagedCache:
@@ -98,8 +106,8 @@ class PagedCache:
         kv_lora_rank: int = 512,
         qk_rope_head_dim: int = 64,
     ) -> None:
-        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
-        rows = _rows(data, layout, kv_lora_rank, qk_rope_head_dim)
+        layout = layout_of(format, kv_lora_rank, qk_rope_head_dim)
+        rows = rows_of(data, layout, kv_lora_rank, qk_rope_head_dim)
         num_pages, page_size, _ = rows.shape
         page_stride, row_stride, _ = rows.stride()
         mixed = layout.scale == "row"
@@ -108,26 +116,23 @@ class PagedCache:
         put(self, "format", format)
         put(self, "page_size", page_size)
         put(self, "kv_scale", kv_scale)
-        put(self, "scale", _device_scale(kv_scale, layout, rows.device))
+        put(self, "scale", device_scale(kv_scale, layout, rows.device))
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
         put(self, "rope", None if mixed else rows[..., kv_lora_rank:])
-        put(
-            self,
-            "facts",
-            CacheFacts(
-                format=format,
-                num_pages=num_pages,
-                page_size=page_size,
-                page_stride=page_stride,
-                row_stride=row_stride,
-                kv_lora_rank=kv_lora_rank,
-                qk_rope_head_dim=qk_rope_head_dim,
-                alignment=_alignment(rows, page_stride, row_stride),
-                device=rows.device,
-            ),
+        facts = CacheFacts(
+            format=format,
+            num_pages=num_pages,
+            page_size=page_size,
+            page_stride=page_stride,
+            row_stride=row_stride,
+            kv_lora_rank=kv_lora_rank,
+            qk_rope_head_dim=qk_rope_head_dim,
+            alignment=alignment_of(rows, page_stride, row_stride),
+            device=rows.device,
         )
+        put(self, "facts", _KNOWN_FACTS.setdefault(facts, facts))
 
     @classmethod
     def allocate(
@@ -142,9 +147,9 @@ class PagedCache:
         qk_rope_head_dim: int = 64,
     ) -> PagedCache:
         """Packed pages of zeros: some kernels let what lies in unused rows through, so it must be finite."""
-        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
-        shape = (_count("num_pages", num_pages), _count("page_size", page_size))
-        data = _zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
+        layout = layout_of(format, kv_lora_rank, qk_rope_head_dim)
+        shape = (whole_number("num_pages", num_pages), whole_number("page_size", page_size))
+        data = zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
         return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -218,7 +223,10 @@ class PagedCache:
             InvalidInput: where widths, counts, dtypes or devices disagree.
         """
         f = self.facts
-        if kv_c.shape[-1] != f.kv_lora_rank or k_pe.shape[-1] != f.qk_rope_head_dim:
+        if not isinstance(kv_c, Tensor) or not isinstance(k_pe, Tensor) or not isinstance(slot_mapping, Tensor):
+            found = " and ".join(map(shown, (kv_c, k_pe, slot_mapping)))
+            raise InvalidInput(f"kv_c, k_pe and slot_mapping are {found}, they take tensors")
+        if kv_c.shape[1:] != (f.kv_lora_rank,) or k_pe.shape[1:] != (f.qk_rope_head_dim,):
             raise InvalidInput(
                 f"kv_c is {list(kv_c.shape)} and k_pe {list(k_pe.shape)}, this cache takes kv_c [>=T, {f.kv_lora_rank}] "
                 f"and k_pe [>=T, {f.qk_rope_head_dim}]; squeeze a head axis, and make the cache with the model's widths"
@@ -247,7 +255,7 @@ class PagedCache:
         f = self.facts
         if page_size == f.page_size:
             return self
-        if _count("page_size", page_size) > f.page_size or f.page_size % page_size:
+        if whole_number("page_size", page_size) > f.page_size or f.page_size % page_size:
             raise InvalidInput(f"page_size is {page_size}, it takes a divisor of the cache's {f.page_size}")
         if not self.packed_pages:
             raise InvalidInput(
@@ -269,9 +277,11 @@ class PagedCache:
         if self.latent is not None:
             return rows.float() if self.scale is None else rows.float() * self.scale
         fields = format_named(self.format).fields(self.kv_lora_rank, self.qk_rope_head_dim)
-        part = {field.name: _field(rows, field, field.offset) for field in fields}
-        tiled = part["latent"].unflatten(-1, (part["scale"].shape[-1], -1)) * part["scale"].unsqueeze(-1)
-        return torch.cat((tiled.flatten(-2), part["rope"]), -1)
+        part = {field.name: field_values(rows, field, field.offset) for field in fields}
+        latent, scale = part["latent"], part["scale"]
+        tile = latent.shape[-1] // scale.shape[-1]
+        tiles = latent.view(*scale.shape, tile) * scale.unsqueeze(-1)
+        return torch.cat((tiles.view(latent.shape), part["rope"]), -1)
 
 
 class UnifiedCache:
@@ -286,12 +296,15 @@ class UnifiedCache:
 
     data: Tensor
     format: Format
+    num_layers: int
 
     def __init__(self, data: Tensor, format: Format, *, kv_lora_rank: int = 512, qk_rope_head_dim: int = 64) -> None:
         if not isinstance(data, Tensor) or data.dim() != 4 or not data.numel():
-            raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, layers, page_size, row] that has rows")
-        if not _disjoint(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
-            raise InvalidInput(f"data has strides {data.stride()} for {_shape(data)}, it takes rows that do not overlap")
+            raise InvalidInput(
+                f"data is {shown(data)}, it takes a tensor [pages, layers, page_size, row] that has rows"
+            )
+        if not are_apart(data.shape[3], *zip(data.shape[:3], data.stride()[:3], strict=True)):
+            raise InvalidInput(f"data has strides {data.stride()} for {shown(data)}, it takes rows that do not overlap")
         self.data = data
         self.format = format
         self.num_layers = data.shape[1]
@@ -300,7 +313,9 @@ class UnifiedCache:
         self._layers: dict[tuple[int, type, float | None], PagedCache] = {}
         # By layer, the last one whose scale is a tensor: an engine has one a layer, and must not collect all it ever gave.
         self._tensor_scaled: dict[int, PagedCache] = {}
-        self.layer(0)
+        # All at once, so that a compiled function may ask for a layer: making one reads an address, which it could not.
+        for i in range(self.num_layers):
+            self.layer(i)
 
     @classmethod
     def allocate(
@@ -315,9 +330,13 @@ class UnifiedCache:
         qk_rope_head_dim: int = 64,
     ) -> UnifiedCache:
         """A slot of zeros."""
-        layout = _layout(format, kv_lora_rank, qk_rope_head_dim)
-        shape = (_count("num_pages", num_pages), _count("num_layers", num_layers), _count("page_size", page_size))
-        data = _zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
+        layout = layout_of(format, kv_lora_rank, qk_rope_head_dim)
+        shape = (
+            whole_number("num_pages", num_pages),
+            whole_number("num_layers", num_layers),
+            whole_number("page_size", page_size),
+        )
+        data = zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
         return cls(data, format, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
     def __repr__(self) -> str:
@@ -343,7 +362,9 @@ class UnifiedCache:
 
     def _make(self, i: int, kv_scale: float | Tensor | None) -> PagedCache:
         if not -self.num_layers <= i < self.num_layers:
-            raise InvalidInput(f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end")
+            raise InvalidInput(
+                f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
+            )
         if i < 0:
             return self.layer(i + self.num_layers, kv_scale=kv_scale)
         made = PagedCache(
@@ -358,194 +379,3 @@ class UnifiedCache:
         else:
             self._layers[i, type(kv_scale), kv_scale] = made
         return made
-
-
-class IndexerCache:
-    """DSA indexer keys: data [pages, page_size, 132] uint8, any page stride.
-
-    The last two dimensions are one block of bytes and not rows: a page is page_size * 128 e4m3 and then page_size float32
-    scales, so that page_size is a fact of the layout and a page must be dense.
-
-    Raises:
-        InvalidInput: where dtype, width or strides are others.
-    """
-
-    data: Tensor
-
-    def __init__(self, data: Tensor) -> None:
-        if not isinstance(data, Tensor) or data.dtype != torch.uint8 or data.dim() != 3 or data.shape[2] != _INDEXER_ROW:
-            raise InvalidInput(f"data is {_shape(data)}, it takes a tensor [pages, page_size, {_INDEXER_ROW}] of uint8")
-        if not data.numel():
-            raise InvalidInput(f"data is {_shape(data)}, it takes at least one page of at least one token")
-        num_pages, page_size, width = data.shape
-        page_bytes = page_size * width
-        dense = data.stride(2) == 1 and (page_size == 1 or data.stride(1) == width)
-        if not dense or (num_pages > 1 and data.stride(0) < page_bytes):
-            raise InvalidInput(
-                f"data has strides {data.stride()}, it takes (any from {page_bytes}, {width}, 1): the scales of a page lie "
-                f"behind all its keys, so a page is one dense block"
-            )
-        page_stride = data.stride(0) if num_pages > 1 else page_bytes
-        self.data = data
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.page_stride = page_stride
-        self.alignment = _alignment(data, page_stride)
-        self.device = data.device
-        self._pages = data.as_strided((num_pages, page_bytes), (page_stride, 1))
-
-    @classmethod
-    def allocate(cls, num_pages: int, page_size: int, device: torch.device | str) -> IndexerCache:
-        """Packed pages of zeros."""
-        shape = (_count("num_pages", num_pages), _count("page_size", page_size), _INDEXER_ROW)
-        return cls(torch.zeros(shape, dtype=torch.uint8, device=device))
-
-    def __repr__(self) -> str:
-        return f"IndexerCache({self.num_pages} pages of {self.page_size} keys, page stride {self.page_stride}, {self.device})"
-
-    @property
-    def num_slots(self) -> int:
-        return self.num_pages * self.page_size
-
-    def write(self, k: Tensor, slot_mapping: Tensor) -> None:
-        """Quantise keys into their slots.
-
-        Args:
-            k: [>=T, 128], any row stride.
-            slot_mapping: [T] int64, page * page_size + offset; a slot below 0 or past the end is skipped.
-
-        Raises:
-            InvalidInput: where widths, counts, dtypes or devices disagree.
-        """
-        ops.write_indexer_cache(self.data, k, slot_mapping)
-
-    def dequantized(self) -> Tensor:
-        """[pages, page_size, 128] float32, key * scale."""
-        part = {
-            field.name: _field(
-                self._pages,
-                # All tokens of the page at once: their fields follow each other.
-                Field(field.name, field.dtype, field.count * self.page_size),
-                field.page_offset * self.page_size + field.offset,
-            )
-            for field in INDEXER
-        }
-        return part["key"].unflatten(-1, (self.page_size, INDEXER_WIDTH)) * part["scale"].unsqueeze(-1)
-
-
-# --- what a tensor must be ------------------------------------------------------------------------------------------------
-
-
-def _layout(format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> CacheFormat:
-    layout = format_named(format)
-    _count("kv_lora_rank", kv_lora_rank)
-    _count("qk_rope_head_dim", qk_rope_head_dim, least=0)
-    if layout.widths not in (None, (kv_lora_rank, qk_rope_head_dim)):
-        raise InvalidInput(
-            f"widths are {kv_lora_rank} + {qk_rope_head_dim}, format {format!r} is defined for "
-            f"{' + '.join(map(str, layout.widths or ()))}; take another format for this model"
-        )
-    return layout
-
-
-def _count(name: str, value: int, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
-    return value
-
-
-def _shape(data: Any) -> str:
-    return f"{list(data.shape)} of {data.dtype}" if isinstance(data, Tensor) else repr(type(data))
-
-
-def _disjoint(row: int, *axes: tuple[int, int]) -> bool:
-    """Whether rows at these (size, stride) axes lie apart, each axis's whole extent within the next larger stride."""
-    extent = row
-    for stride, size in sorted((stride, size) for size, stride in axes if size > 1):
-        if stride < extent:
-            return False
-        extent += (size - 1) * stride
-    return True
-
-
-def _rows(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_dim: int) -> Tensor:
-    """[pages, page_size, row] over the caller's memory, in the kernels' dtype and with strides that mean something."""
-    width = layout.row_width(kv_lora_rank, qk_rope_head_dim)
-    forms = f"[pages, page_size, {width}], [pages, page_size, 1, {width}] or [pages, 1, page_size, {width}]"
-    if not isinstance(data, Tensor) or data.dim() not in (3, 4) or (data.dim() == 4 and 1 not in data.shape[1:3]):
-        raise InvalidInput(f"data is {_shape(data)}, it takes {forms}")
-    given = data.dtype
-    if data.dim() == 4:
-        data = data.squeeze(2 if data.shape[2] == 1 else 1)
-    num_pages, page_size, found = data.shape
-    page_stride, row_stride, inner = data.stride()
-    wrong = []
-    if str(given).removeprefix("torch.") not in layout.dtypes:
-        wrong.append(f"data is {given}, format {layout.name!r} takes {' or '.join(layout.dtypes)}: name the format it has")
-    if found != width:
-        wrong.append(
-            f"data has rows of {found}, format {layout.name!r} takes {width} ({kv_lora_rank} latent + {qk_rope_head_dim} "
-            f"rope values): name the format it has, or pass kv_lora_rank and qk_rope_head_dim"
-        )
-    if not num_pages * page_size:
-        wrong.append(f"data has {num_pages} pages of {page_size} rows, it takes at least one of each")
-    if inner != 1:
-        wrong.append(f"data has stride {inner} in its last dimension, it takes 1: rows are dense")
-    # Torch may report any stride for a dimension of one element.
-    row_stride = row_stride if page_size > 1 else found
-    page_stride = page_stride if num_pages > 1 else page_size * row_stride
-    if not _disjoint(found, (num_pages, page_stride), (page_size, row_stride)):
-        wrong.append(
-            f"data has {page_stride} elements between pages and {row_stride} between rows, {num_pages} pages of {page_size} "
-            f"rows of {found} overlap there: it takes rows with memory of their own, so clone an expanded tensor"
-        )
-    if wrong:
-        raise InvalidInput("; ".join(wrong))
-    rows = data.as_strided(data.shape, (page_stride, row_stride, 1))
-    return rows.view(_dtype(layout.dtypes[0]))
-
-
-def _device_scale(kv_scale: float | Tensor | None, layout: CacheFormat, device: torch.device) -> Tensor | None:
-    """kv_scale as [1] float32 where kernels read it; None for a format that takes no scale."""
-    if layout.scale != "tensor":
-        if kv_scale is None:
-            return None
-        where = "its rows hold their own" if layout.scale == "row" else "it stores values as they are"
-        raise InvalidInput(f"kv_scale is given, format {layout.name!r} takes none: {where}; leave kv_scale out")
-    if isinstance(kv_scale, Tensor):
-        if kv_scale.dtype != torch.float32 or kv_scale.numel() != 1 or kv_scale.device != device:
-            raise InvalidInput(
-                f"kv_scale is {_shape(kv_scale)} on {kv_scale.device}, it takes one float32 on {device}, or a float"
-            )
-        return kv_scale.detach().reshape(1)
-    if kv_scale is None:
-        return torch.ones(1, dtype=torch.float32, device=device)
-    if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
-        raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a float, a tensor of one float32, or None for 1.0")
-    if not _FLOAT32.tiny <= kv_scale <= _FLOAT32.max:
-        raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a number that is positive and finite in float32")
-    return torch.full((1,), float(kv_scale), dtype=torch.float32, device=device)
-
-
-# --- bytes ----------------------------------------------------------------------------------------------------------------
-
-
-def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
-def _zeros(shape: tuple[int, ...], layout: CacheFormat, device: torch.device | str) -> Tensor:
-    return torch.zeros(shape, dtype=_dtype(layout.dtypes[0]), device=device)
-
-
-def _alignment(base: Tensor, *strides: int) -> int:
-    """Bytes, up to 16: what the address and all these strides, in elements, are multiples of."""
-    size = base.element_size()
-    return math.gcd(16, base.data_ptr(), *(stride * size for stride in strides))
-
-
-def _field(data: Tensor, field: Field, offset: int) -> Tensor:
-    """[.., count] float32 of the field at this offset of dense bytes [.., n]."""
-    # The copy is what allows another dtype: the bytes may lie at any address.
-    return data[..., offset : offset + field.nbytes].contiguous().view(_dtype(field.dtype)).float()

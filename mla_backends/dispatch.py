@@ -54,7 +54,9 @@ def judge(
     refused: list[Verdict] = []
     for entry in entries:
         if isinstance(entry, Broken):
-            refused.append(Verdict(entry.name, "none", (Refusal("", entry.error, "an adapter that imports", "its file"),)))
+            refused.append(
+                Verdict(entry.name, "none", (Refusal("", entry.error, "an adapter that imports", "its file"),))
+            )
             continue
         verdict = _verdict(entry, problem, device, ask, is_forced=only is not None)
         if verdict.runs:
@@ -74,7 +76,9 @@ def forced(entries: Sequence[Entry], name: str) -> Entry:
     for entry in entries:
         if entry.name == name:
             return entry
-    raise InvalidInput(f"adapter is {name!r}, it takes one of {', '.join(entry.name for entry in entries) or 'none installed'}")
+    raise InvalidInput(
+        f"adapter is {name!r}, it takes one of {', '.join(entry.name for entry in entries) or 'none installed'}"
+    )
 
 
 def _verdict(

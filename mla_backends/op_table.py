@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_backends.compiled import function
 from mla_backends.errors import InvalidInput
 
 __all__ = ["dense_last", "one_device", "one_float", "refuse", "register", "requests"]
@@ -21,29 +22,31 @@ _LIBRARY = torch.library.Library("mla_backends", "DEF")
 _is_compiling = torch.compiler.is_compiling
 
 
-def register(schema: str, torch_form: Callable[..., None]) -> Callable[..., None]:
+def register(
+    schema: str, torch_form: Callable[..., None], cuda_form: Callable[..., None] | None = None
+) -> Callable[..., None]:
     """Define `mla_backends::<schema>` and give back what runs it.
 
     Args:
         schema: as `torch.library` takes it, every written argument marked; the op returns nothing.
         torch_form: takes the schema's arguments.
+        cuda_form: the same; by default the compiled library's export of the op's name, or torch_form without it.
 
     Returns:
         A function of (on_cuda, *arguments).
     """
     name = schema.partition("(")[0]
 
-    def on_cpu(*args: Any) -> None:
-        torch_form(*args)
-
-    def on_cuda(*args: Any) -> None:
-        torch_form(*args)
+    def kernel(*args: Any) -> None:
+        form = function(name) or torch_form
+        form(*args)
 
     def fake(*args: Any) -> None:
         return None
 
+    on_cuda = cuda_form or kernel
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, on_cpu, "CPU")
+    _LIBRARY.impl(name, torch_form, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"mla_backends::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.mla_backends, name).default

@@ -7,6 +7,7 @@ written in place, no op waits for the device, and but for `merge_partials` nothi
 from __future__ import annotations
 
 from mla_backends.cache_ops import write_cache, write_cache_and_rope, write_indexer_cache
+from mla_backends.compiled import Compiled, compiled
 from mla_backends.query_ops import (
     absorb_query,
     batched_matmul,
@@ -18,9 +19,11 @@ from mla_backends.query_ops import (
 from mla_backends.row_ops import compact_slots, finish_rows, merge_partials, sanitize_slots, select_slots
 
 __all__ = [
+    "Compiled",
     "absorb_query",
     "batched_matmul",
     "compact_slots",
+    "compiled",
     "concat_nope_rope",
     "finish_rows",
     "merge_partials",

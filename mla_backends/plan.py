@@ -6,7 +6,7 @@ library. `run` allocates nothing of its own, waits for nothing, and does nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,13 +16,16 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
-from mla_backends.buffers import Buffers, StepInput
+from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
-from mla_backends.errors import InvalidInput
+from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.intake import Intake
+from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
+from mla_backends.steps import StepInput, check_tensor
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
 
@@ -55,6 +58,7 @@ class Recipe:
         max_seq_len: keys, the capacity of a row.
         attn_sink: [H] float32 or None.
         workspace: uint8 or None.
+        q_scale: of an e4m3 query, None where it is measured at each query.
         why: what decided the choice, and what the canary said, for `describe`.
     """
 
@@ -69,6 +73,7 @@ class Recipe:
     max_seq_len: int
     attn_sink: Tensor | None
     workspace: Tensor | None
+    q_scale: float | Tensor | None
     why: dict[str, Any]
 
 
@@ -81,16 +86,11 @@ class DecodePlan:
     Attributes:
         problem: the facts that the adapter was chosen by.
         adapter: its name.
+        quantizes_query: the kernel reads an e4m3 query.
         update_mode: "host": `update` plans on the host and cannot be captured; else "device".
         block_table: [B, W] int32, the plan's own, None when sparse.
         seq_lens: [B] int32, the plan's own, None when sparse. An engine may write into both, then `refresh()`.
     """
-
-    problem: Problem
-    adapter: str
-    update_mode: Literal["device", "host"]
-    block_table: Tensor | None
-    seq_lens: Tensor | None
 
     def __init__(self, recipe: Recipe, buffers: Buffers) -> None:
         adapter, problem = recipe.adapter, recipe.problem
@@ -100,16 +100,20 @@ class DecodePlan:
         self._is_sparse = problem.topk is not None
         self.problem = problem
         self.adapter = adapter.name
-        self.update_mode = "host" if self._conventions.metadata == "host" else "device"
-        self.block_table = None if self._is_sparse else buffers.block_table
-        self.seq_lens = None if self._is_sparse else buffers.seq_lens
+        self.quantizes_query = self._conventions.query_dtype == "float8_e4m3fn"
+        self.update_mode: Literal["device", "host"] = "host" if self._conventions.metadata == "host" else "device"
+        self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
+        self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
-        self._lead = torch.Size((buffers.batch, buffers.q_len))
         self._views: dict[int, DecodePlan] = {}
-        self._accepted: set[Any] = set()
-        self._last_query: Query | None = None
-        self._kernel_query: Query | None = None
-        self._bring: Callable[[], None] | None = None
+        # The facts of the last cache, one object for equal ones; nothing is it before the first.
+        self._accepted: object = self
+        self._is_cuda = recipe.where.type == "cuda"
+        self._intake = Intake(
+            problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
+        )
+        self._outlet = Outlet(problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers)
+        self._slots = self._new_slots()
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
@@ -188,19 +192,26 @@ class DecodePlan:
         Raises:
             InvalidInput: before anything is changed.
         """
-        if max_seq_len is not None and max_seq_len > self._recipe.max_seq_len:
-            raise InvalidInput(f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one")
+        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, least=0) > self._recipe.max_seq_len:
+            raise InvalidInput(
+                f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
+            )
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
-        if self._is_sparse and step.live is not None:
+        if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
         if self.update_mode == "device":
             self._buffers.fill(step)
             self._replan()
             return
-        with self._buffers.restored_on_error():
-            self._buffers.fill(step)
+        try:
+            with self._buffers.restored_on_error():
+                self._buffers.fill(step)
+                self._replan()
+        except BaseException:
+            # The kernel, or a view before the one that failed, may have planned the step that was taken back.
             self._replan()
+            raise
 
     def refresh(self) -> None:
         """Recompute kernel metadata from the plan's own buffers, on the device; can be captured.
@@ -209,7 +220,9 @@ class DecodePlan:
             InvalidInput: where `update_mode` is "host".
         """
         if self.update_mode == "host":
-            raise InvalidInput(f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)")
+            raise InvalidInput(
+                f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)"
+            )
         self._buffers.clamp()
         self._replan()
 
@@ -217,7 +230,7 @@ class DecodePlan:
         if self._kernel is None:
             return
         lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
-        with on(self._recipe.where):
+        with torch.cuda.device(self._recipe.where) if self._is_cuda else nullcontext():
             self._kernel.update(lengths)
         for view in self._views.values():
             view._buffers.follow(self._buffers)
@@ -231,9 +244,9 @@ class DecodePlan:
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
         """
-        if batch == self._buffers.batch:
+        if whole_number("batch", batch) == self._buffers.batch:
             return self
-        if not 1 <= batch < self._buffers.batch:
+        if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
@@ -251,12 +264,7 @@ class DecodePlan:
             A packed Query [B, H', D], [B, q_len, H', D] for q_len above 1, or [B * max_q_len, H', D] when ragged, with H'
             the heads that the kernel runs.
         """
-        problem, buffers = self.problem, self._buffers
-        lead = [buffers.batch] if buffers.q_len == 1 else [buffers.batch, buffers.q_len]
-        if problem.ragged:
-            lead = [buffers.batch * buffers.q_len]
-        packed = torch.zeros(*lead, self._heads, problem.row_width, dtype=self._recipe.q_dtype, device=self._recipe.where)
-        return Query.from_packed(packed, problem.kv_lora_rank)
+        return self._intake.new_query()
 
     def run(
         self,
@@ -280,31 +288,36 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
-        if cache.facts not in self._accepted:
+        if getattr(cache, "facts", None) is not self._accepted:
             self._accept_cache(cache)
-        if query is not self._last_query:
-            self._admit(query)
-        kernel, kernel_query = self._kernel, self._kernel_query
-        if kernel is None or kernel_query is None or kernel_query.latent.shape[0] == 0:
-            return self._empty(query, out, lse)
-        if self._bring is not None:
-            self._bring()
         if (indices is None) == self._is_sparse:
-            raise InvalidInput("a sparse plan takes indices, a dense one none" if self._is_sparse else "this plan is dense, it takes no indices; plan with topk")
-        given = out
-        if given is not None:
-            self._check_out(query, given)
-        direct = given if given is not None and self._conventions.writes_out and self._heads == self.problem.num_heads else None
-        if direct is not None and direct.ndim < kernel_query.latent.ndim:
-            direct = direct.unsqueeze(1)
-        with on(self._recipe.where):
-            raw, raw_lse = kernel.run(kernel_query, cache, indices, direct)
-        return self._finish(query, raw, raw_lse, given, lse, written=direct is not None)
+            raise InvalidInput(
+                "this plan is sparse, it takes indices"
+                if self._is_sparse
+                else "this plan is dense, it takes no indices; plan with topk"
+            )
+        kernel_query = self._intake.bring(query)
+        kernel = self._kernel
+        if lse is not None:
+            self._outlet.check_lse(query, lse)
+        target = self._outlet.target(query, out)
+        if indices is not None:
+            indices = self._sanitized(indices, query, cache)
+        if kernel is None or kernel_query.latent.shape[0] == 0:
+            return self._outlet.nothing(query, out, lse)
+        if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
+            with torch.cuda.device(self._recipe.where):
+                raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+                return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+        raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+        return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""
         if not isinstance(cache, PagedCache):
-            raise InvalidInput(f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)")
+            raise InvalidInput(
+                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
+            )
         problem, recipe = self.problem, self._recipe
         for name in ("format", "page_size", "kv_lora_rank", "qk_rope_head_dim"):
             planned = getattr(problem, "cache_format" if name == "format" else name)
@@ -312,118 +325,36 @@ class DecodePlan:
                 raise InvalidInput(f"the cache's {name} is {getattr(cache, name)}, this plan was made for {planned}")
         if cache.device != recipe.where:
             raise InvalidInput(f"the cache is on {cache.device}, this plan's tensors are on {recipe.where}")
-        if cache.num_pages < recipe.num_pages:
+        if cache.num_pages != recipe.num_pages:
             raise InvalidInput(f"the cache has {cache.num_pages} pages, this plan was made for {recipe.num_pages}")
         refusals = recipe.adapter.refusals(replace(problem, **cache_facts(cache)), recipe.device, forced=True)
         if refusals:
             raise InvalidInput(f"{self.adapter} does not take this cache: " + "; ".join(map(str, refusals)))
-        self._accepted.add(cache.facts)
+        self._accepted = cache.facts
 
-    def _admit(self, query: Query) -> None:
-        """Check a query and settle how it is brought into the kernel's form; remembered until another one comes."""
-        if not isinstance(query, Query):
-            raise InvalidInput(f"query is a {type(query).__name__}, it takes a Query; make one with Query.from_parts or from_packed")
-        self._check_query(query)
-        batched = query if self.problem.ragged else query.with_leading(self._lead)
-        kernel_query, bring = batched, None
-        if query.num_heads != self._heads or (self._conventions.query == "packed" and not query.is_packed):
-            kernel_query, bring = self._staged(batched)
-        self._last_query, self._kernel_query, self._bring = query, kernel_query, bring
+    def _new_slots(self) -> Tensor | None:
+        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes."""
+        topk = self.problem.topk
+        if topk is None:
+            return None
+        multiple = self._conventions.topk_multiple
+        rows = self._buffers.batch * self._buffers.q_len
+        return torch.full((rows, -(-topk // multiple) * multiple), -1, dtype=torch.int32, device=self._recipe.where)
 
-    def _staged(self, query: Query) -> tuple[Query, Callable[[], None]]:
-        """A buffer of the kernel's own heads and packing, and the copy that fills it from `query` at each run."""
-        lead = query.latent.shape[:-2]
-        width = query.latent.shape[-1]
-        packed = query.latent.new_zeros(*lead, self._heads, width + query.rope.shape[-1])
-        staged = Query.from_packed(packed, width)
-        heads = min(query.num_heads, self._heads)
-        target = packed.flatten(0, -3)[:, :heads]
-        latent, rope = query.latent.flatten(0, -3), query.rope.flatten(0, -3)
-        return staged, lambda: ops.concat_nope_rope(target, latent, rope)
-
-    def _check_query(self, query: Query) -> None:
-        problem, recipe, buffers = self.problem, self._recipe, self._buffers
-        widths = (query.latent.shape[-1], query.rope.shape[-1])
-        if widths != (problem.kv_lora_rank, problem.qk_rope_head_dim):
-            raise InvalidInput(f"the query is {widths[0]} + {widths[1]} wide, the cache {problem.kv_lora_rank} + {problem.qk_rope_head_dim}")
-        if query.num_heads not in (problem.num_heads, self._heads):
-            raise InvalidInput(f"the query has {query.num_heads} heads, this plan has {problem.num_heads}")
-        if query.dtype != recipe.q_dtype:
-            raise InvalidInput(f"the query is {query.dtype}, this plan's q_dtype is {recipe.q_dtype}; plan with q_dtype={query.dtype}")
-        if query.device != recipe.where:
-            raise InvalidInput(f"the query is on {query.device}, this plan's tensors are on {recipe.where}")
-        lead = tuple(query.latent.shape[:-2])
-        if problem.ragged:
-            if len(lead) != 1:
-                raise InvalidInput(f"the query has shape {list(query.latent.shape)}, a ragged plan takes [T, H, L]")
-            return
-        wanted = (buffers.batch, buffers.q_len)
-        if lead != wanted and not (lead == wanted[:1] and buffers.q_len == 1):
-            raise InvalidInput(f"the query has shape {list(query.latent.shape)}, this plan takes [{wanted[0]}, {wanted[1]}, H, L]; with max_batch, pad it to {wanted[0]} rows")
-
-    def _check_out(self, query: Query, out: Tensor) -> None:
-        shape = (*query.latent.shape[:-2], self.problem.num_heads, self.problem.kv_lora_rank)
-        if tuple(out.shape) != shape or out.dtype != self._recipe.q_dtype or out.device != self._recipe.where:
-            raise InvalidInput(f"out is {list(out.shape)} {out.dtype} on {out.device}, it takes {list(shape)} {self._recipe.q_dtype} on {self._recipe.where}")
-
-    # --- the kernel's conventions into ours ---------------------------------------------------------------------------
-
-    def _finish(
-        self, query: Query, raw: Tensor, raw_lse: Tensor | None, out: Tensor | None, lse: Tensor | None, *, written: bool
-    ) -> Decoded:
-        """Slice padded heads off, order the lse, and settle rows without keys: one launch, only where conventions differ."""
-        conventions, problem = self._conventions, self.problem
-        if self._heads != problem.num_heads:
-            raw = raw[..., : problem.num_heads, :]
-        ordered = None
-        if problem.needs_lse:
-            assert raw_lse is not None
-            ordered = self._ordered(raw_lse)[..., : problem.num_heads]
-        overwrite = conventions.empty_rows in ("unwritten", "undefined") or problem.ragged
-        convert = ordered is not None and (conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged)
-        if overwrite or convert:
-            into = torch.empty(ordered.shape, dtype=torch.float32, device=raw.device) if ordered is not None else None
-            ops.finish_rows(
-                raw if overwrite else None,
-                into,
-                ordered,
-                None if self._is_sparse else self._buffers.seq_lens,
-                q_len=self._buffers.q_len,
-                causal=problem.causal,
-                cu_q_lens=self._buffers.cu_q_lens if problem.ragged else None,
-                base2=conventions.lse_base == "2",
-                overwrite_out=overwrite,
+    def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
+        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer."""
+        topk, buffers, slots = self.problem.topk, self._buffers, self._slots
+        assert slots is not None
+        assert topk is not None
+        wanted = (*query.latent.shape[:-2], topk)
+        check_tensor("indices", indices, f"{list(wanted)} int32")
+        if tuple(indices.shape) != wanted or indices.dtype != torch.int32 or indices.device != self._recipe.where:
+            raise InvalidInput(
+                f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
+                f"it takes {list(wanted)} int32 on {self._recipe.where}, a row of slots for each query row"
             )
-            ordered = into
-        if query.latent.ndim < raw.ndim:
-            raw = raw.squeeze(1)
-            ordered = None if ordered is None else ordered.squeeze(1)
-        if out is not None and not written:
-            out.copy_(raw)
-        if lse is not None:
-            if ordered is None or lse.shape != ordered.shape:
-                raise InvalidInput("lse is given, but this plan was made without return_lse" if ordered is None else f"lse has shape {list(lse.shape)}, it takes {list(ordered.shape)}")
-            ordered = lse.copy_(ordered)
-        return Decoded(raw if out is None else out, ordered)
-
-    def _ordered(self, lse: Tensor) -> Tensor:
-        """A view of the kernel's lse with our axes, [B, q, H] or [T, H]."""
-        axes = self._conventions.lse_axes
-        if axes == "BHQ":
-            return lse.transpose(1, 2)
-        if axes in ("TH", "HT"):
-            by_token = lse if axes == "TH" else lse.transpose(0, 1)
-            return by_token if self.problem.ragged else by_token.unflatten(0, (self._buffers.batch, self._buffers.q_len))
-        return lse
-
-    def _empty(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
-        """No rows: nothing is launched."""
-        shape = (*query.latent.shape[:-2], self.problem.num_heads)
-        if out is None:
-            out = query.latent.new_empty(*shape, self.problem.kv_lora_rank)
-        if lse is None and self.problem.needs_lse:
-            lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-        return Decoded(out, lse)
+        ops.sanitize_slots(slots, indices.reshape(-1, topk), cache.num_slots)
+        return slots.view(buffers.batch, buffers.q_len, -1)
 
     def describe(self) -> dict[str, Any]:
         """Adapter, provider and version, padding, workspace, update mode, what the library allocates, what decided the choice."""
@@ -442,25 +373,7 @@ class DecodePlan:
             "waits_for_device": "update, unless seq_lens_cpu is given" if self.update_mode == "host" else "never",
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
+            "adds_kernels": (*(("sanitize_slots",) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }
-
-
-class on:
-    """The current CUDA device is the tensors' own while a kernel library is called; free where it is already."""
-
-    __slots__ = ("_device", "_guard")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._guard: Any = None
-
-    def __enter__(self) -> None:
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
-            self._guard = torch.cuda.device(self._device)
-            self._guard.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(*exc)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_backends import torch_ops
+from mla_backends import cuda_ops, torch_ops
 from mla_backends.op_table import dense_last, one_device, one_float, refuse, register, requests
 
 __all__ = ["absorb_query", "batched_matmul", "concat_nope_rope", "quantize_query", "query_scale", "rope_tail"]
@@ -17,10 +17,13 @@ __all__ = ["absorb_query", "batched_matmul", "concat_nope_rope", "quantize_query
 _E4M3 = torch.float8_e4m3fn
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
 
-_batched_matmul = register("batched_matmul(Tensor(a!) out, Tensor a, Tensor b) -> ()", torch_ops.batched_matmul)
+_batched_matmul = register(
+    "batched_matmul(Tensor(a!) out, Tensor a, Tensor b) -> ()", torch_ops.batched_matmul, cuda_ops.batched_matmul
+)
 _absorb_query = register(
     "absorb_query(Tensor(a!) latent, Tensor(b!) rope, Tensor q_nope, Tensor q_pe, Tensor w_uk, Tensor? scale) -> ()",
     torch_ops.absorb_query,
+    cuda_ops.absorb_query,
 )
 _concat = register("concat_nope_rope(Tensor(a!) out, Tensor nope, Tensor rope) -> ()", torch_ops.concat_nope_rope)
 _rope_tail = register("rope_tail(Tensor(a!) rope, Tensor q_pe, Tensor? scale) -> ()", torch_ops.rope_tail)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from mla_backends import torch_ops
+from mla_backends import cuda_ops, torch_ops
 from mla_backends.op_table import dense_last, one_device, refuse, register, requests
 from mla_backends.result import Decoded
 
@@ -36,7 +36,9 @@ _compact_slots = register(
     torch_ops.compact_slots,
 )
 _merge_partials = register(
-    "merge_partials(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()", torch_ops.merge_partials
+    "merge_partials(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()",
+    torch_ops.merge_partials,
+    cuda_ops.merge_partials,
 )
 
 

@@ -67,7 +67,7 @@ class Range:
     def __contains__(self, value: Any) -> bool:
         if value is None:
             return self.unknown
-        return value >= self.low and (self.high is None or value <= self.high) and value % self.step == 0
+        return bool(value >= self.low and (self.high is None or value <= self.high) and value % self.step == 0)
 
     def __str__(self) -> str:
         multiple = f"a multiple of {self.step}" if self.step > 1 else ""
@@ -204,8 +204,17 @@ class Verdicts:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Verdict:
-        """The verdict of the adapter called `name`."""
-        return next(v for v in self.entries if v.name == name)
+        """The verdict of the adapter called `name`.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        for verdict in self.entries:
+            if verdict.name == name:
+                return verdict
+        raise KeyError(
+            f"no verdict on {name!r}, there are those on {', '.join(v.name for v in self.entries) or 'none'}"
+        )
 
     @property
     def chosen(self) -> Verdict | None:
@@ -237,6 +246,7 @@ class Conventions:
         writes_out: the kernel can write into a given `out`.
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
+        topk_multiple: what a row of sparse indices is padded to a multiple of.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
     """
@@ -251,6 +261,7 @@ class Conventions:
     strides: bool = True
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
+    topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mla_backends.absorb import Query
+from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.backend import Backend
 from mla_backends.cache import PagedCache, UnifiedCache
 from mla_backends.formats import E4M3_MAX, Format
@@ -123,7 +123,14 @@ class Trial:
         unused: what rows past a length hold: NaN, or finite garbage for kernels declared to read them.
     """
 
-    def __init__(self, condition: Condition, device: torch.device | str, *, unused: Literal["nan", "finite"] = "nan", seed: int = 0) -> None:
+    def __init__(
+        self,
+        condition: Condition,
+        device: torch.device | str,
+        *,
+        unused: Literal["nan", "finite"] = "nan",
+        seed: int = 0,
+    ) -> None:
         self.condition = condition
         self.device = torch.device(device)
         self.unused = unused
@@ -137,7 +144,7 @@ class Trial:
 
     def _make_cache(self) -> None:
         c = self.condition
-        columns = max(1, *(-(-n // c.page_size) for n in c.seq_lens)) + 2
+        columns = max((-(-n // c.page_size) for n in c.seq_lens), default=0) + 2
         live = sum(-(-n // c.page_size) for n in c.seq_lens)
         self.num_pages = max(live + 3, 4)
         order = torch.randperm(self.num_pages, generator=self._generator).tolist()
@@ -168,7 +175,9 @@ class Trial:
         self.cache.write(
             kv_c.to(self.q_dtype).to(self.device), k_pe.to(self.q_dtype).to(self.device), slots.to(self.device)
         )
-        self.contiguous = PagedCache(self.cache.data.clone(memory_format=torch.contiguous_format), c.cache_format, kv_scale=kv_scale)
+        self.contiguous = PagedCache(
+            self.cache.data.clone(memory_format=torch.contiguous_format), c.cache_format, kv_scale=kv_scale
+        )
         self.values = self.contiguous.dequantized()
 
     def _make_queries(self) -> None:
@@ -177,7 +186,9 @@ class Trial:
         lead = (sum(c.q_lens) + 2,) if c.q_lens is not None else (batch,) if c.q_len == 1 else (batch, c.q_len)
         self.cu_q_lens = None
         if c.q_lens is not None:
-            self.cu_q_lens = torch.tensor([0, *torch.tensor(c.q_lens).cumsum(0).tolist()], dtype=torch.int32, device=self.device)
+            self.cu_q_lens = torch.tensor(
+                [0, *torch.tensor(c.q_lens).cumsum(0).tolist()], dtype=torch.int32, device=self.device
+            )
         latent, rope = self._normal(*lead, c.num_heads, 512, scale=0.3), self._normal(*lead, c.num_heads, 64, scale=0.3)
         if c.q_amax is not None:
             largest = latent.abs().max()
@@ -206,12 +217,22 @@ class Trial:
             wide[..., 128:] = rope
             return Query.from_parts(heads_first, wide[..., 128:])
         query = plan.new_query()
-        query.latent.copy_(torch.nan) if query.dtype != torch.float8_e4m3fn else None
-        query.rope.copy_(torch.nan) if query.dtype != torch.float8_e4m3fn else None
+        if query.dtype == torch.float8_e4m3fn:
+            # A quantised buffer is written through an identity W_UK.
+            return self._absorbed(query)
+        query.latent.fill_(torch.nan)
+        query.rope.fill_(torch.nan)
         tokens = len(latent)
         query.latent[:tokens, ..., : latent.shape[-2], :].copy_(latent)
         query.rope[:tokens, ..., : latent.shape[-2], :].copy_(rope)
         return query
+
+    def _absorbed(self, query: Query) -> Query:
+        latent, rope = self.latent, self.rope
+        eye = torch.eye(512, dtype=latent.dtype, device=latent.device).expand(latent.shape[-2], 512, 512)
+        missing = query.latent.shape[0] - latent.shape[0]
+        latent, rope = (torch.cat([x, x.new_full((missing, *x.shape[1:]), torch.nan)]) for x in (latent, rope))
+        return AbsorbWeights(eye, eye).query(latent, rope, out=query)
 
     def problem(self) -> Problem:
         """The facts that a plan of this trial is chosen by, but for those that only tensors know."""
@@ -269,7 +290,9 @@ class Trial:
             stored = (packed / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
             latent, rope = stored[..., :512], stored[..., 512:]
         if self.indices is not None:
-            return reference_sparse(latent, rope, self.values, self.indices, softmax_scale=SOFTMAX_SCALE, attn_sink=self.attn_sink)
+            return reference_sparse(
+                latent, rope, self.values, self.indices, softmax_scale=SOFTMAX_SCALE, attn_sink=self.attn_sink
+            )
         return reference_decode(
             latent,
             rope,
@@ -298,13 +321,16 @@ class Trial:
         again = other.run(self.query(other), self.contiguous, indices=self.indices)
         tokens = len(self.latent)
         want = self.truth(plan)
+        assert want.lse is not None
         out = got.out[:tokens].double().cpu()
         is_empty = want.lse == float("-inf")
         lse_error, are_empty_right = 0.0, bool((out[is_empty] == 0).all()) and not bool(out.isnan().any())
         equal = torch.equal(got.out[:tokens], again.out[:tokens])
         if got.lse is not None and again.lse is not None:
             lse = got.lse[:tokens].double().cpu()
-            are_empty_right = are_empty_right and bool((lse[is_empty] == float("-inf")).all()) and not bool(lse.isnan().any())
+            are_empty_right = (
+                are_empty_right and bool((lse[is_empty] == float("-inf")).all()) and not bool(lse.isnan().any())
+            )
             lse_error = float((lse - want.lse)[~is_empty].abs().max()) if bool((~is_empty).any()) else 0.0
             equal = equal and torch.equal(got.lse[:tokens], again.lse[:tokens])
         norm = float(want.out.norm())
@@ -320,11 +346,11 @@ def _slot(num_pages: int, c: Condition, device: torch.device) -> UnifiedCache:
     data = made.data
     raw = torch.zeros(data.numel() * data.element_size() + 64, dtype=torch.uint8, device=device)
     start = (-raw.data_ptr()) % 16 + c.offset
-    return UnifiedCache(raw[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape), c.cache_format)
+    return UnifiedCache(
+        raw[start : start + data.numel() * data.element_size()].view(data.dtype).view(data.shape), c.cache_format
+    )
 
 
 def _poison(data: Tensor) -> None:
     """NaN in every value: all bits set is NaN in bf16, fp16, fp32 and e4m3."""
     data.view(torch.uint8).fill_(0xFF)
-
-

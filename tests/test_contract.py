@@ -15,9 +15,10 @@ from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mla_backends
 import pytest
 import torch
+
+import mla_backends
 
 CONTRACT = (Path(__file__).parent / "contract.pyi").read_text()
 
@@ -157,7 +158,9 @@ class Contract:
             annotation, scope = owner.__annotations__[item.name], vars(sys.modules[owner.__module__])
         return self._type(str(item), node.annotation, annotation, {**self.names, **scope}, narrower=True)
 
-    def _type(self, what: str, promised: ast.expr, annotation: Any, scope: dict[str, Any], *, narrower: bool) -> list[str]:
+    def _type(
+        self, what: str, promised: ast.expr, annotation: Any, scope: dict[str, Any], *, narrower: bool
+    ) -> list[str]:
         if annotation is EMPTY:
             return [f"{what} is not annotated"]
         want = _members(self._evaluated(ast.unparse(promised), self.names))

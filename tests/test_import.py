@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-KERNEL_LIBRARIES = ("flash_mla", "vllm", "flashinfer", "sgl_kernel", "flash_attn_interface", "flash_attn", "tokenspeed_mla")
+KERNEL_LIBRARIES = (
+    "flash_mla",
+    "vllm",
+    "flashinfer",
+    "sgl_kernel",
+    "flash_attn_interface",
+    "flash_attn",
+    "tokenspeed_mla",
+)
 
 
 def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
@@ -22,7 +30,9 @@ def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
 def traps(tmp_path: Path) -> Path:
     """A folder in which each kernel library is a module that ends the process that imports it."""
     for name in KERNEL_LIBRARIES:
-        (tmp_path / f"{name}.py").write_text("import os, sys\nsys.stderr.write(__name__)\nsys.stderr.flush()\nos._exit(99)\n")
+        (tmp_path / f"{name}.py").write_text(
+            "import os, sys\nsys.stderr.write(__name__)\nsys.stderr.flush()\nos._exit(99)\n"
+        )
     return tmp_path
 
 

@@ -1,8 +1,9 @@
 """Eager: the decode in torch operations alone, on any device, for every cache format.
 
 What the definition says, in float32 (float64 for an fp32 cache), vectorised over the batch. Keys come
-in blocks of fixed size under a running softmax, so that memory is bounded and a row's bits depend
-neither on the other rows nor on the batch.
+in whole blocks of fixed size under a running softmax, so that memory is bounded and a row's bits do not
+depend on how long the other rows are; with batch_invariant each request is multiplied alone, so that they
+depend on nothing else of the batch either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.cache import PagedCache
@@ -18,7 +21,6 @@ from mla_backends.device import Device
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, OneOf
-from torch import Tensor
 
 KEY_BLOCK = 256
 """Keys under one rescaling of the running softmax."""
@@ -56,7 +58,11 @@ class EagerKernel(Kernel):
         step = self.step
         assert step.seq_lens is not None
         lens = step.seq_lens.long().unsqueeze(1)
-        after = torch.arange(1 - step.q_len, 1, device=step.device) if step.problem.causal else torch.zeros(step.q_len, dtype=torch.long, device=step.device)
+        after = (
+            torch.arange(1 - step.q_len, 1, device=step.device)
+            if step.problem.causal
+            else torch.zeros(step.q_len, dtype=torch.long, device=step.device)
+        )
         return torch.arange(step.batch, device=step.device), (lens + after).clamp(min=0)
 
     def _ragged_rows(self, tokens: int) -> tuple[Tensor, Tensor]:
@@ -79,18 +85,24 @@ class EagerKernel(Kernel):
         assert step.block_table is not None
         table, page_size = step.block_table, cache.page_size
         # On a CPU the lengths are at hand; elsewhere reading them would wait for the device.
-        keys = int(seen.max()) if step.device.type == "cpu" and seen.numel() else min(step.max_seq_len, table.shape[1] * page_size)
+        keys = (
+            int(seen.max())
+            if step.device.type == "cpu" and seen.numel()
+            else min(step.max_seq_len, table.shape[1] * page_size)
+        )
 
         def source(first: int, past: int, groups: slice) -> tuple[Tensor, Tensor]:
             position = torch.arange(first, past, device=step.device)
-            page = table[request[groups]][:, position // page_size].long().clamp(0, cache.num_pages - 1)
+            column = (position // page_size).clamp_(max=table.shape[1] - 1)
+            page = table[request[groups]][:, column].long().clamp(0, cache.num_pages - 1)
             return page * page_size + position % page_size, position < seen[groups].unsqueeze(-1)
 
         return keys, source
 
     def _selected(self, indices: Tensor, num_slots: int) -> tuple[int, KeySource]:
         """Keys by slot."""
-        flat = indices.reshape(-1, indices.shape[-1]).long()
+        topk = indices.shape[-1]
+        flat = torch.nn.functional.pad(indices.reshape(-1, topk).long(), (0, -topk % KEY_BLOCK), value=-1)
 
         def source(first: int, past: int, groups: slice) -> tuple[Tensor, Tensor]:
             slots = flat[groups, first:past]
@@ -104,13 +116,15 @@ class EagerKernel(Kernel):
         out = rows.new_zeros(*rows.shape[:-1], width)
         lse = rows.new_zeros(rows.shape[:-1])
         at_a_time = max(1, MOST_BYTES // (KEY_BLOCK * rows.shape[-1] * rows.element_size()))
+        if self.step.problem.batch_invariant:
+            at_a_time = 1  # a library may multiply another number of matrices in another order
         for start in range(0, len(rows), at_a_time):
             groups = slice(start, start + at_a_time)
             part = rows[groups]
             most, total = part.new_full(part.shape[:-1], float("-inf")), part.new_zeros(part.shape[:-1])
             mixed = out[groups]
             for first in range(0, keys, KEY_BLOCK):
-                slots, seen = source(first, min(first + KEY_BLOCK, keys), groups)
+                slots, seen = source(first, first + KEY_BLOCK, groups)
                 # A row that nobody sees may hold anything, and 0 * NaN is NaN.
                 used = cache.gather(slots).to(part.dtype).masked_fill_(~seen.any(1).unsqueeze(-1), 0.0)
                 scores = (part.flatten(1, 2) @ used.mT).unflatten(1, part.shape[1:3])
@@ -119,7 +133,9 @@ class EagerKernel(Kernel):
                 shift = highest.masked_fill(highest == float("-inf"), 0.0)
                 kept, weights = (most - shift).exp(), (scores - shift.unsqueeze(-1)).exp()
                 total = total * kept + weights.sum(-1)
-                mixed.mul_(kept.unsqueeze(-1)).add_((weights.flatten(1, 2) @ used[..., :width]).unflatten(1, part.shape[1:3]))
+                mixed.mul_(kept.unsqueeze(-1)).add_(
+                    (weights.flatten(1, 2) @ used[..., :width]).unflatten(1, part.shape[1:3])
+                )
                 most = highest
             is_empty = total == 0
             lse[groups] = most + total.log()
@@ -142,7 +158,13 @@ class Eager(Adapter):
             unless_forced=True,
         ),
         Limit(Problem, "cache_format", OneOf(*FORMATS), refuses=(), source="mla_backends.formats"),
-        Limit(Problem, "q_dtype", OneOf("bfloat16", "float16", "float32"), refuses=("float64",), source="mla_backends.absorb"),
+        Limit(
+            Problem,
+            "q_dtype",
+            OneOf("bfloat16", "float16", "float32"),
+            refuses=("float64",),
+            source="mla_backends.absorb",
+        ),
     )
     conventions = Conventions(query="split")
 

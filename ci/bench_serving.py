@@ -1,0 +1,240 @@
+"""Each adapter against the library call that it makes: kernel nodes, time under graphs, host time of an eager call.
+
+The direct call is what an engine writes by hand: the library's own Python entry on tensors that are ready,
+its metadata made beforehand. Both sides read the same rotating layers of one slot, of 180 MB and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import ceilings, graph_of, host_times, interleaved, kernel_nodes
+
+from mla_backends import DecodePlan, PagedCache, Query, UnifiedCache, get_backend
+
+SCALE = 192**-0.5
+PAGE = 64
+ROTATING_BYTES = 180e6
+HEADS, BATCHES, LENGTHS = (16, 64, 128), (1, 8, 32, 128), (1024, 4096, 16384)
+TOPK = 2048
+FORMATS = {"flashmla-fp8": "fp8", "flashmla-sparse": "fp8_ds_mla"}
+IS_SPARSE = ("flashmla-sparse", "fa3-sparse")
+
+Call = Callable[[], object]
+
+
+@dataclass
+class Point:
+    """One problem's tensors: a slot of rotating layers, a query, a table."""
+
+    adapter: str
+    heads: int
+    batch: int
+    length: int
+
+    def __post_init__(self) -> None:
+        form = FORMATS.get(self.adapter, "bf16")
+        columns = self.length // PAGE
+        pages = self.batch * columns
+        row_bytes = {"bf16": 1152, "fp8": 576, "fp8_ds_mla": 656}[form]
+        layers = min(16, max(2, math.ceil(ROTATING_BYTES / (pages * PAGE * row_bytes))))
+        slot = UnifiedCache.allocate(pages, layers, PAGE, form, "cuda")  # type: ignore[arg-type]
+        self.layers = [slot.layer(i) for i in range(layers)]
+        rows = torch.arange(pages * PAGE, device="cuda")
+        step = max(1, (1 << 28) // 576)
+        for layer in self.layers:
+            for some in rows.split(step):
+                kv_c = torch.randn(len(some), 512, device="cuda", dtype=torch.bfloat16)
+                layer.write(kv_c, torch.randn(len(some), 64, device="cuda", dtype=torch.bfloat16), some)
+        self.table = torch.randperm(pages, device="cuda").int().view(self.batch, columns)
+        spread = torch.randn(self.batch).mul(self.length / 8).add(self.length * 3 / 4).clamp(1, self.length)
+        self.lens_cpu = spread.int()
+        self.lens = self.lens_cpu.cuda()
+        self.query = torch.randn(self.batch, 1, self.heads, 576, device="cuda", dtype=torch.bfloat16) * 0.3
+        self.indices = None
+        if self.adapter in IS_SPARSE:
+            self.indices = torch.randint(0, pages * PAGE, (self.batch, 1, TOPK), device="cuda").int()
+
+    def plan(self) -> DecodePlan:
+        sparse = self.indices is not None
+        return get_backend(adapter=self.adapter).plan(
+            self.layers[0],
+            None if sparse else self.table,
+            None if sparse else self.lens,
+            num_heads=self.heads,
+            softmax_scale=SCALE,
+            topk=TOPK if sparse else None,
+            max_batch=self.batch if sparse else None,
+            seq_lens_cpu=None if sparse else self.lens_cpu,
+            q_scale=0.01 if self.adapter == "flashmla-fp8" else None,
+        )
+
+    def ours(self) -> tuple[DecodePlan, list[Call]]:
+        """One call a layer."""
+        plan = self.plan()
+        query = plan.new_query() if plan.quantizes_query else Query.from_packed(self.query)
+        if plan.quantizes_query:
+            query.packed.copy_(torch.randn(query.packed.shape, device="cuda") * 8)
+        self.e4m3 = query.packed if plan.quantizes_query else None
+        indices = self.indices
+        return plan, [lambda c=c: plan.run(query, c, indices=indices) for c in self.layers]  # type: ignore[misc]
+
+    def direct(self, plan: DecodePlan) -> list[Call]:
+        make: dict[str, Callable[[], Callable[[PagedCache], object]]] = {
+            "flashmla": self._flashmla,
+            "flashmla-fp8": self._flashmla_fp8,
+            "flashmla-sparse": self._flashmla_sparse,
+            "fa3": self._fa3,
+            "flashinfer": lambda: self._flashinfer("fa3"),
+            "flashinfer-fa2": lambda: self._flashinfer("fa2"),
+        }
+        run = make[self.adapter]()
+        return [lambda c=c: run(c) for c in self.layers]  # type: ignore[misc]
+
+    def _flashmla(self) -> Callable[[PagedCache], object]:
+        import flash_mla
+
+        meta, _ = flash_mla.get_mla_metadata()
+        return lambda c: flash_mla.flash_mla_with_kvcache(
+            self.query, c.data.unsqueeze(2), self.table, self.lens, 512, meta, softmax_scale=SCALE, use_legacy=True
+        )
+
+    def _flashmla_fp8(self) -> Callable[[PagedCache], object]:
+        import flash_mla
+
+        query, one = self.e4m3.view(self.batch, 1, -1, 576), torch.full((1,), 0.01, device="cuda")  # type: ignore[union-attr]
+        meta, _ = flash_mla.get_mla_metadata()
+        meta.tile_scheduler_metadata, meta.num_splits = flash_mla.get_mla_decoding_metadata(
+            self.lens, query.shape[2], 1, is_fp8_kvcache=True, use_legacy=True
+        )
+        return lambda c: flash_mla.flash_mla_with_kvcache(
+            query, c.data.unsqueeze(2), self.table, self.lens, 512, meta, softmax_scale=SCALE, is_fp8_kvcache=True,
+            descale_q=one, descale_k=c.scale, use_legacy=True,
+        )  # fmt: skip
+
+    def _flashmla_sparse(self) -> Callable[[PagedCache], object]:
+        import flash_mla
+
+        query = self.query
+        if self.heads not in (64, 128):
+            query = torch.nn.functional.pad(query, (0, 0, 0, 64 - self.heads))
+        meta, _ = flash_mla.get_mla_metadata()
+        return lambda c: flash_mla.flash_mla_with_kvcache(
+            query, c.data.unsqueeze(2), None, None, 512, meta, softmax_scale=SCALE, is_fp8_kvcache=True,
+            indices=self.indices, use_legacy=True,
+        )  # fmt: skip
+
+    def _fa3(self) -> Callable[[PagedCache], object]:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        flat = self.query.view(self.batch, self.heads, 576)
+        starts = torch.arange(self.batch + 1, device="cuda", dtype=torch.int32)
+        return lambda c: flash_attn_varlen_func(
+            q=flat[..., 512:], q_v=flat[..., :512], k=c.data[..., 512:].unsqueeze(2), v=c.data[..., :512].unsqueeze(2),
+            max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=self.length, seqused_k=self.lens,
+            block_table=self.table, softmax_scale=SCALE, causal=True, fa_version=3,
+        )  # fmt: skip
+
+    def _flashinfer(self, kind: str) -> Callable[[PagedCache], object]:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper, MLAPlanMetadata
+
+        used = (self.lens_cpu + PAGE - 1) // PAGE
+        wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device="cuda"), backend=kind)
+        metadata = MLAPlanMetadata.csr(
+            qo_indptr=torch.arange(self.batch + 1, dtype=torch.int32),
+            kv_indptr=torch.nn.functional.pad(used.cumsum(0), (1, 0)).int(),
+            kv_indices=torch.cat([self.table[b, :n] for b, n in enumerate(used.tolist())]),
+            kv_len_arr=self.lens_cpu,
+        )
+        wrapper.plan(
+            metadata=metadata, num_heads=self.heads, head_dim_ckv=512, head_dim_kpe=64, page_size=PAGE, causal=False,
+            sm_scale=SCALE, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16, query_layout="split",
+            kv_cache_layout="split",
+        )  # fmt: skip
+        flat = self.query.view(self.batch, self.heads, 576)
+        query = (flat[..., :512], flat[..., 512:])
+        return lambda c: wrapper.run(query=query, kv_cache=(c.data[..., :512], c.data[..., 512:]))
+
+
+def measure(point: Point, *, replays: int) -> dict[str, Any]:
+    """Ours and direct at one point, interleaved; the direct call against itself is the spread."""
+    plan, ours = point.ours()
+    direct = point.direct(plan)
+    times = max(1, math.ceil(10 / len(ours)))
+    graphs = [graph_of(calls * times) for calls in (ours, direct, direct)]
+    per_run = [t / (len(ours) * times) for t in interleaved(graphs, replays=replays)]
+    return {
+        "adapter": point.adapter, "heads": point.heads, "batch": point.batch, "length": point.length,
+        "ours_us": per_run[0], "direct_us": per_run[1], "ratio": per_run[0] / per_run[1],
+        "spread": abs(per_run[2] / per_run[1] - 1),
+    }  # fmt: skip
+
+
+def fixed_costs(adapter: str) -> dict[str, Any]:
+    """Kernel nodes of one captured run, and host time of an eager one, at a size where only they count."""
+    found: dict[str, Any] = {"adapter": adapter}
+    for heads in (16, 128):
+        point = Point(adapter, heads, 1, 1024)
+        plan, ours = point.ours()
+        direct = point.direct(plan)
+        found[f"nodes_{heads}"] = (kernel_nodes(ours[:1]), kernel_nodes(direct[:1]), plan.describe()["adds_kernels"])
+        host = host_times([ours[0], direct[0], direct[0]])
+        found[f"host_us_{heads}"] = (*host, host[0] - host[1])
+    return found
+
+
+def main() -> None:
+    cli = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    cli.add_argument("--out", type=Path, default=Path("build/bench-serving"))
+    cli.add_argument("--adapters", default="flashmla,fa3,flashinfer,flashinfer-fa2,flashmla-fp8,flashmla-sparse")
+    cli.add_argument("--quick", action="store_true", help="one batch and length")
+    args = cli.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    copy, matmul = ceilings()
+    lines = [f"copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s, {torch.cuda.get_device_name()}", ""]
+    rows, fixed = [], []
+    for adapter in args.adapters.split(","):
+        fixed.append(fixed_costs(adapter))
+        for heads in HEADS:
+            for batch in BATCHES if not args.quick else (32,):
+                for length in LENGTHS if not args.quick else (4096,):
+                    if adapter in IS_SPARSE and length != 4096:
+                        continue
+                    rows.append(measure(Point(adapter, heads, batch, length), replays=15 if args.quick else 30))
+                    torch.cuda.empty_cache()
+    lines += ["| adapter | points | time ratio, geomean | worst | A/A spread, median |", "|---|---|---|---|---|"]
+    for adapter in args.adapters.split(","):
+        ratios = [r["ratio"] for r in rows if r["adapter"] == adapter]
+        spread = statistics.median(r["spread"] for r in rows if r["adapter"] == adapter)
+        lines.append(
+            f"| {adapter} | {len(ratios)} | {statistics.geometric_mean(ratios):.3f} | {max(ratios):.3f} | {spread:.3f} |"
+        )
+    lines += [
+        "",
+        "| adapter | H | kernel nodes, ours / direct | declared | host µs, ours | direct | direct again | ours - direct |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    for f in fixed:
+        for heads in (16, 128):
+            (ours, direct, declared), host = f[f"nodes_{heads}"], f[f"host_us_{heads}"]
+            shown = " | ".join(f"{h:.1f}" for h in host)
+            lines.append(
+                f"| {f['adapter']} | {heads} | {ours} / {direct} | {', '.join(declared) or 'none'} | {shown} |"
+            )
+    (args.out / "serving.json").write_text(
+        json.dumps({"copy_tb_s": copy, "matmul_tflop_s": matmul, "rows": rows, "fixed": fixed}, indent=1)
+    )
+    (args.out / "serving.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

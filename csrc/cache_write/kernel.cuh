@@ -1,0 +1,161 @@
+// One warp a token. The row is loaded before the slot is known, so that the two waits overlap.
+#pragma once
+
+#include "../device.cuh"
+#include "kernel.h"
+
+namespace mla {
+
+constexpr int kWriteThreads = 128;
+constexpr int kWriteWarps = kWriteThreads / kWarp;
+constexpr int kWriteSteps = 3;  // a row of 512 + 64 bf16 values is 72 vectors, three for a lane
+constexpr int kTile = 128;      // fp8_ds_mla: values that share a scale
+constexpr int kDsMlaRank = 512;
+constexpr int kDsMlaRope = 64;
+constexpr float kLeastScale = 1e-4f;
+
+// The token's row, or null if its slot is outside the cache.
+__device__ __forceinline__ char* row_of(const CacheWriteParams& p, int64_t token) {
+  const int64_t slot = p.slots[token * p.slot_stride];
+  if (slot < 0 || slot >= p.num_slots) return nullptr;
+  return p.data + row_at(slot, p.num_slots, p.page_size, p.page_stride, p.row_stride);
+}
+
+// kv_c and k_pe side by side, unchanged. Unit: 16 bytes, or the 2 that divide every width.
+template <typename Unit>
+__device__ __forceinline__ void write_copy(const CacheWriteParams& p, int64_t token, int lane) {
+  const int size = p.element == Element::kFp32 ? 4 : 2;
+  const int latent = p.rank * size / static_cast<int>(sizeof(Unit));
+  const int units = latent + p.rope * size / static_cast<int>(sizeof(Unit));
+  const auto* kv_c = reinterpret_cast<const Unit*>(p.kv_c + token * p.kv_c_stride * size);
+  const auto* k_pe = reinterpret_cast<const Unit*>(p.k_pe + token * p.k_pe_stride * size);
+  auto* row = reinterpret_cast<Unit*>(row_of(p, token));
+  if (row == nullptr) return;
+  for (int first = lane; first < units; first += kWarp * kWriteSteps) {
+    Unit held[kWriteSteps];
+#pragma unroll
+    for (int step = 0; step < kWriteSteps; ++step) {
+      const int i = first + step * kWarp;
+      if (i < units) held[step] = i < latent ? kv_c[i] : k_pe[i - latent];
+    }
+#pragma unroll
+    for (int step = 0; step < kWriteSteps; ++step) {
+      const int i = first + step * kWarp;
+      if (i < units) row[i] = held[step];
+    }
+  }
+}
+
+template <typename T, bool kAligned>
+__device__ __forceinline__ void write_fp8(const CacheWriteParams& p, int64_t token, int lane) {
+  const T* kv_c = reinterpret_cast<const T*>(p.kv_c) + token * p.kv_c_stride;
+  const T* k_pe = reinterpret_cast<const T*>(p.k_pe) + token * p.k_pe_stride;
+  const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
+  auto* row = reinterpret_cast<uint8_t*>(row_of(p, token));
+  if (row == nullptr) return;
+  if constexpr (!kAligned) {
+    for (int i = lane; i < p.rank + p.rope; i += kWarp) {
+      row[i] = e4m3(divided(as_float(i < p.rank ? kv_c[i] : k_pe[i - p.rank]), scale));
+    }
+    return;
+  }
+  const int latent = p.rank / kVector, vectors = latent + p.rope / kVector;
+  for (int first = lane; first < vectors; first += kWarp * kWriteSteps) {
+    float held[kWriteSteps][kVector];
+#pragma unroll
+    for (int step = 0; step < kWriteSteps; ++step) {
+      const int i = first + step * kWarp;
+      if (i < vectors) load_vector<true>(i < latent ? kv_c + i * kVector : k_pe + (i - latent) * kVector, held[step]);
+    }
+#pragma unroll
+    for (int step = 0; step < kWriteSteps; ++step) {
+      const int i = first + step * kWarp;
+      if (i >= vectors) continue;
+      divide(held[step], scale);
+      store_bytes<true>(row + i * kVector, e4m3_vector(held[step]));
+    }
+  }
+}
+
+// 512 e4m3, four float32 scales that are powers of two, 64 bf16. Source of the scale: FlashMLA's tests/quant.py.
+template <typename T, bool kAligned>
+__device__ __forceinline__ void write_fp8_ds_mla(const CacheWriteParams& p, int64_t token, int lane) {
+  constexpr int kTileLanes = kTile / kVector;
+  constexpr int kSteps = kDsMlaRank / kVector / kWarp;
+  constexpr int kRopeAt = kDsMlaRank + kDsMlaRank / kTile * static_cast<int>(sizeof(float));
+  const T* kv_c = reinterpret_cast<const T*>(p.kv_c) + token * p.kv_c_stride;
+  const T* k_pe = reinterpret_cast<const T*>(p.k_pe) + token * p.k_pe_stride;
+  float latent[kSteps][kVector];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    load_vector<kAligned>(kv_c + (step * kWarp + lane) * kVector, latent[step]);
+  }
+  float rope[kVector];
+  const bool has_rope = lane < kDsMlaRope / kVector;
+  if (has_rope) load_vector<kAligned>(k_pe + lane * kVector, rope);
+  auto* row = reinterpret_cast<uint8_t*>(row_of(p, token));
+  if (row == nullptr) return;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const float amax = max_over<kTileLanes>(finite_amax(latent[step]));
+    const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, kE4m3Max), kLeastScale));
+    divide_by_power_of_two(latent[step], scale);
+    store_bytes<kAligned>(row + (step * kWarp + lane) * kVector, e4m3_vector(latent[step]));
+    if (lane % kTileLanes != 0) continue;
+    uint8_t* to = row + kDsMlaRank + (step * (kWarp / kTileLanes) + lane / kTileLanes) * sizeof(float);
+    if constexpr (kAligned) {
+      *reinterpret_cast<float*>(to) = scale;
+    } else {
+      for (int i = 0; i < static_cast<int>(sizeof(float)); ++i) to[i] = static_cast<uint8_t>(__float_as_uint(scale) >> (8 * i));
+    }
+  }
+  if (!has_rope) return;
+  alignas(16) __nv_bfloat16 rounded[kVector];
+#pragma unroll
+  for (int i = 0; i < kVector; ++i) rounded[i] = from_float<__nv_bfloat16>(rope[i]);
+  uint8_t* to = row + kRopeAt + lane * sizeof(rounded);
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(rounded);
+  } else {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(rounded)); ++i) to[i] = reinterpret_cast<const uint8_t*>(rounded)[i];
+  }
+}
+
+// Eight lanes a head; `group` counts blocks' worth of heads over all query tokens.
+template <typename Unit>
+__device__ __forceinline__ void copy_query_rope(const CacheWriteParams& p, int64_t group) {
+  constexpr int kLanes = 8, kHeads = kWriteThreads / kLanes;
+  const int groups = (p.query_heads + kHeads - 1) / kHeads;
+  const int64_t token = group / groups;
+  const int head = static_cast<int>(group % groups) * kHeads + threadIdx.x / kLanes;
+  if (head >= p.query_heads) return;
+  auto* to = reinterpret_cast<Unit*>(p.query_rope + token * p.query_rope_token_stride + head * p.query_rope_head_stride);
+  const auto* from =
+      reinterpret_cast<const Unit*>(p.query_from + token * p.query_from_token_stride + head * p.query_from_head_stride);
+  const int units = p.query_rope_bytes / static_cast<int>(sizeof(Unit));
+  for (int i = threadIdx.x % kLanes; i < units; i += kLanes) to[i] = from[i];
+}
+
+// The first blocks write the cache, the rest the query's rope. T is of no consequence for RowFormat::kCopy.
+template <typename T, RowFormat kFormat, bool kAligned>
+__global__ void __launch_bounds__(kWriteThreads) write_cache_kernel(const __grid_constant__ CacheWriteParams p) {
+  const int64_t cache_blocks = (p.tokens + kWriteWarps - 1) / kWriteWarps;
+  if (blockIdx.x >= cache_blocks) {
+    using Unit = std::conditional_t<kAligned, uint4, uint16_t>;
+    copy_query_rope<Unit>(p, blockIdx.x - cache_blocks);
+    return;
+  }
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * kWriteWarps + threadIdx.x / kWarp;
+  const int lane = threadIdx.x % kWarp;
+  if (token >= p.tokens) return;
+  if constexpr (kFormat == RowFormat::kCopy) {
+    write_copy<std::conditional_t<kAligned, uint4, uint16_t>>(p, token, lane);
+  } else if constexpr (kFormat == RowFormat::kFp8) {
+    write_fp8<T, kAligned>(p, token, lane);
+  } else {
+    write_fp8_ds_mla<T, kAligned>(p, token, lane);
+  }
+}
+
+}  // namespace mla

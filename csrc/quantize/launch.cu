@@ -1,0 +1,27 @@
+#include "kernel.cuh"
+
+namespace mla {
+namespace {
+
+template <typename T, int kLanes>
+void launch(const QuantizeParams& p, cudaStream_t stream) {
+  constexpr int kHeads = kQuantizeThreads / kLanes;
+  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>((p.heads + kHeads - 1) / kHeads));
+  if (p.aligned) {
+    quantize_kernel<T, kLanes, true><<<grid, kQuantizeThreads, 0, stream>>>(p);
+  } else {
+    quantize_kernel<T, kLanes, false><<<grid, kQuantizeThreads, 0, stream>>>(p);
+  }
+}
+
+}  // namespace
+
+void quantize(const QuantizeParams& p, cudaStream_t stream) {
+  with_element(p.element, [&](auto value) {
+    using T = decltype(value);
+    if (p.width <= 8 * kVector) return launch<T, 8>(p, stream);
+    launch<T, kWarp>(p, stream);
+  });
+}
+
+}  // namespace mla

@@ -1,0 +1,170 @@
+"""How the kernel's results become ours: padded heads sliced off, the lse in our axes and base, rows without keys settled.
+
+From the adapter's `Conventions` alone; one launch, in place, and only where they differ from ours.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_backends import ops
+from mla_backends.absorb import Query
+from mla_backends.buffers import Buffers
+from mla_backends.errors import InvalidInput
+from mla_backends.problem import Problem
+from mla_backends.result import Decoded
+from mla_backends.support import Conventions
+
+__all__ = ["Outlet"]
+
+
+class Outlet:
+    """The results of one plan.
+
+    Args:
+        problem, conventions: what is asked, and how the kernel gives it.
+        heads: query heads as the kernel gets them.
+        out_dtype, device: of out.
+        buffers: the plan's; its lengths say which rows are empty.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        conventions: Conventions,
+        heads: int,
+        out_dtype: torch.dtype,
+        device: torch.device,
+        buffers: Buffers,
+    ) -> None:
+        self._problem, self._conventions, self._buffers = problem, conventions, buffers
+        self._out_dtype, self._device = out_dtype, device
+        self._num_heads = problem.num_heads
+        self._is_padded = heads != problem.num_heads
+        self._can_write = conventions.writes_out and not self._is_padded
+        # Ragged tensors may have tokens past the last request, which no kernel writes.
+        self._overwrites = conventions.empty_rows in ("unwritten", "undefined") or problem.ragged
+        self._converts = problem.needs_lse and (
+            conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged
+        )
+        self._base2 = conventions.lse_base == "2"
+        self._lengths = None if problem.topk is not None else buffers.seq_lens
+        self._cu_q_lens = buffers.cu_q_lens if problem.ragged else None
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """What `finish` launches at each run, where the caller gives no buffer that must be copied into."""
+        return ("finish_rows",) if self._overwrites or self._converts else ()
+
+    def target(self, query: Query, out: Tensor | None) -> Tensor | None:
+        """The caller's `out` as the kernel can write it, [B, q, H, L] or [T, H, L]; None where it cannot.
+
+        Raises:
+            InvalidInput: for an `out` of another shape, dtype or device, or that cannot be written in place.
+        """
+        if out is None:
+            return None
+        shape = (*query.latent.shape[:-2], self._num_heads, self._problem.kv_lora_rank)
+        _check_result("out", out, shape, self._out_dtype, self._device)
+        if not self._can_write or not out.is_contiguous():
+            return None
+        return out if self._problem.ragged or out.ndim == 4 else out.unsqueeze(1)
+
+    def finish(
+        self,
+        query: Query,
+        raw: Tensor,
+        raw_lse: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        *,
+        written: bool,
+    ) -> Decoded:
+        """What the kernel gave, [B, q, H', L] or [T, H', L] and its lse, in our convention.
+
+        Args:
+            query: the caller's, whose leading shape the results have.
+            out, lse: the caller's buffers.
+            written: raw is the caller's out already.
+        """
+        if self._is_padded:
+            raw = raw[..., : self._num_heads, :]
+        ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse)
+        wanted = self._shaped(lse)
+        if self._overwrites or self._converts:
+            into = ours if wanted is None else wanted
+            ops.finish_rows(
+                raw if self._overwrites else None,
+                into,
+                ours,
+                self._lengths,
+                q_len=self._buffers.q_len,
+                causal=self._problem.causal,
+                cu_q_lens=self._cu_q_lens,
+                base2=self._base2,
+                overwrite_out=self._overwrites,
+            )
+        elif wanted is not None and ours is not None:
+            wanted.copy_(ours)
+        if raw.ndim > query.latent.ndim:
+            raw = raw.squeeze(1)
+            ours = None if ours is None else ours.squeeze(1)
+        if out is not None and not written:
+            out.copy_(raw)
+        return Decoded(raw if out is None else out, ours if lse is None else lse)
+
+    def nothing(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
+        """The result where no row sees a key, without a kernel. Only a ragged plan may have rows then."""
+        shape = (*query.latent.shape[:-2], self._num_heads)
+        if out is None:
+            out = torch.empty(*shape, self._problem.kv_lora_rank, dtype=self._out_dtype, device=self._device)
+        if lse is None and self._problem.needs_lse:
+            lse = torch.empty(shape, dtype=torch.float32, device=self._device)
+        if out.numel():
+            out.zero_()
+        if lse is not None and lse.numel():
+            lse.fill_(float("-inf"))
+        return Decoded(out, lse)
+
+    def _ordered(self, lse: Tensor) -> Tensor:
+        """A view of the kernel's lse with our axes and heads, [B, q, H] or [T, H]."""
+        axes, buffers = self._conventions.lse_axes, self._buffers
+        if axes == "BHQ":
+            lse = lse.transpose(1, 2)
+        elif axes == "HT":
+            lse = lse.transpose(0, 1)
+        if lse.ndim == 2 and not self._problem.ragged:
+            lse = lse.unflatten(0, (buffers.batch, buffers.q_len))
+        return lse[..., : self._num_heads] if self._is_padded else lse
+
+    def check_lse(self, query: Query, lse: Tensor) -> None:
+        """Refuse an `lse` that nothing can be written into.
+
+        Raises:
+            InvalidInput: as for `out`, and where the plan was made without return_lse.
+        """
+        if not self._problem.needs_lse:
+            raise InvalidInput("lse is given, but this plan was made without it; plan with return_lse=True")
+        shape = (*query.latent.shape[:-2], self._num_heads)
+        _check_result("lse", lse, shape, torch.float32, self._device)
+
+    def _shaped(self, lse: Tensor | None) -> Tensor | None:
+        """The caller's lse with the kernel's rank."""
+        if lse is None or self._problem.ragged or lse.ndim == 3:
+            return lse
+        return lse.unsqueeze(1)
+
+
+def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what a result cannot be written into."""
+    taken = f"{list(shape)} {dtype} on {device}"
+    if not isinstance(given, Tensor):
+        raise InvalidInput(f"{name} is a {type(given).__name__}, it takes {taken}")
+    if given.shape != shape or given.dtype != dtype or given.device != device:
+        raise InvalidInput(f"{name} is {list(given.shape)} {given.dtype} on {given.device}, it takes {taken}")
+    if given.requires_grad:
+        raise InvalidInput(f"{name} requires grad, it takes a tensor to write into; pass {name}.detach()")
+    strides = given.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(shape, strides, strict=True)):
+        raise InvalidInput(f"{name} has strides {strides}, it takes memory for each value; clone an expanded tensor")
