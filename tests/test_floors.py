@@ -22,11 +22,12 @@ FLOORS = (
     "cache indexer absorb reference",
     "adapter",
     "catalogue buffers",
+    "intake outlet",
     "dispatch plan",
     "canary",
     "backend",
-    "__init__",
-    "testing compare table",
+    "__init__ trials",
+    "testing compare support_table",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
