@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown, whole_number
-from mla_backends.graph_node import is_same_memory, numbered
 from mla_backends.formats import Format, format_named
+from mla_backends.graph_node import is_same_memory, numbered
 from mla_backends.pages import (
     alignment_of,
     are_apart,

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_backends import AbsorbWeights, DecodePlan, InvalidInput, PagedCache, Query, get_backend, ops
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
 from mla_backends.plan import Decoded
 from mla_backends.support import Conventions
-from torch import Tensor
 
 
 def step_of(world: Any, lens: tuple[int, ...], columns: int, seed: int) -> dict[str, Tensor]:
@@ -131,9 +132,7 @@ def test_an_update_of_a_view_plans_the_view(world: Any) -> None:
     plan = world.plan(cache, world.table(6, columns), world.ints(1, 2, 3, 4, 5, 6))
     view, step, query = plan.at(3), step_of(world, (130, 64), columns, 4), world.query(3)
     view.update(**step)
-    fresh = world.plan(
-        cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size
-    )
+    fresh = world.plan(cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size)
     assert world.same(view.run(query, cache), fresh.run(query, cache))
 
 
@@ -325,6 +324,21 @@ def test_memory_does_not_grow_over_a_thousand_steps(graphs: Any) -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
+def test_lengths_from_the_host_are_not_overwritten_while_a_copy_is_in_flight(graphs: Any) -> None:
+    world, columns = graphs, 4
+    cache, first = world.cache(), step_of(graphs, (64,) * 4, columns, 0)
+    plan = world.plan(cache, first["block_table"], first["seq_lens"])
+    plan.update(seq_lens_cpu=first["seq_lens_cpu"])
+    torch.cuda._sleep(100_000_000)
+    seen, host = [], torch.zeros(4, dtype=torch.int32)
+    for i in range(12):
+        host.fill_(i)  # an engine has one such tensor, and changes it as soon as update is back
+        plan.update(seq_lens_cpu=host)
+        seen.append(plan.seq_lens.clone())
+    torch.cuda.synchronize()
+    assert [lens.tolist() for lens in seen] == [[i] * 4 for i in range(12)]
+
+
 def test_two_plans_run_on_two_streams(graphs: Any) -> None:
     world, columns = graphs, -(-640 // graphs.page_size)
     cache, query = world.cache(), world.query(2)
@@ -366,7 +380,10 @@ def test_tensors_of_another_gpu_run_there_or_are_refused(graphs: Any) -> None:
     world = graphs
     other = get_backend(adapter=world.adapter.name, adapters=[world.adapter], device="cuda:1")
     cache = PagedCache.allocate(8, world.page_size, world.format, "cuda:1")
-    table, lens = torch.zeros(2, 2, dtype=torch.int32, device="cuda:1"), torch.ones(2, dtype=torch.int32, device="cuda:1")
+    table, lens = (
+        torch.zeros(2, 2, dtype=torch.int32, device="cuda:1"),
+        torch.ones(2, dtype=torch.int32, device="cuda:1"),
+    )
     with torch.cuda.device(0):
         plan = other.plan(cache, table, lens, num_heads=16, softmax_scale=0.1, q_scale=world.q_scale)
         query = Query.from_packed(torch.zeros(2, 16, 576, dtype=world.dtype, device="cuda:1"))
@@ -538,7 +555,9 @@ def test_the_ops_compile_into_one_graph() -> None:
         ops.absorb_query(query[..., :512], query[..., 512:], q_nope, q_pe, w_uk)
         ops.write_cache(data, kv_c, k_pe, torch.tensor([1, -1, 6]), "bf16")
         slots = torch.zeros(3, 5, dtype=torch.int32)
-        ops.select_slots(slots, torch.tensor([[0, 1, -1], [2, 3, 9], [7, 0, 0]]), torch.ones(3, 2, dtype=torch.int32), 4)
+        ops.select_slots(
+            slots, torch.tensor([[0, 1, -1], [2, 3, 9], [7, 0, 0]]), torch.ones(3, 2, dtype=torch.int32), 4
+        )
         merged = ops.merge_partials(torch.stack([query, query * 2]), torch.ones(2, 3, 4))
         return query * 2, slots, merged.out, merged.lse
 
