@@ -67,6 +67,7 @@ class PagedCache:
         rows: [pages, page_size, row], in the dtype that kernels take.
         heads: [pages, page_size, 1, row], the same rows with the one KV head as an axis.
         latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
+        latent_heads, rope_heads: [pages, page_size, 1, L] and [.., R], the same with the one KV head as an axis.
         scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
         number: how a compiled graph finds it.
 
@@ -76,15 +77,18 @@ class PagedCache:
 
     __slots__ = (
         "__weakref__",
+        "_by_row",
         "data",
         "facts",
         "format",
         "heads",
         "kv_scale",
         "latent",
+        "latent_heads",
         "number",
         "page_size",
         "rope",
+        "rope_heads",
         "rows",
         "scale",
     )
@@ -99,7 +103,10 @@ class PagedCache:
     heads: Tensor
     latent: Tensor | None
     rope: Tensor | None
+    latent_heads: Tensor | None
+    rope_heads: Tensor | None
     scale: Tensor | None
+    _by_row: PagedCache | None
 
     def __init__(
         self,
@@ -126,6 +133,9 @@ class PagedCache:
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
         put(self, "rope", None if mixed else rows[..., kv_lora_rank:])
+        put(self, "latent_heads", None if self.latent is None else self.latent.unsqueeze(2))
+        put(self, "rope_heads", None if self.rope is None else self.rope.unsqueeze(2))
+        put(self, "_by_row", None)
         facts = CacheFacts(
             format=format,
             num_pages=num_pages,
@@ -289,6 +299,45 @@ class PagedCache:
             kv_lora_rank=f.kv_lora_rank,
             qk_rope_head_dim=f.qk_rope_head_dim,
         )
+
+    @property
+    def rows_per_page(self) -> int:
+        """Rows between the starts of two pages, those of other layers included.
+
+        Raises:
+            InvalidInput: where pages don't start on rows.
+        """
+        f = self.facts
+        if f.page_stride % f.row_stride:
+            raise InvalidInput(
+                f"the cache has {f.page_stride} elements between pages and {f.row_stride} between rows, "
+                f"a kernel that reads it by row takes a whole number of rows a page"
+            )
+        return f.page_stride // f.row_stride
+
+    @property
+    def by_row(self) -> PagedCache:
+        """The same memory as pages of one row, for kernels that take a page for each key; made once.
+
+        Row id * `rows_per_page` + offset is the row `offset` of page `id`; what other layers have in between has ids too.
+
+        Raises:
+            InvalidInput: where pages don't start on rows.
+        """
+        known = self._by_row
+        if known is not None:
+            return known
+        f = self.facts
+        shape = ((f.num_pages - 1) * self.rows_per_page + f.page_size, 1, self.rows.shape[2])
+        made = PagedCache(
+            self.rows.as_strided(shape, (f.row_stride, f.row_stride, 1)),
+            f.format,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=f.kv_lora_rank,
+            qk_rope_head_dim=f.qk_rope_head_dim,
+        )
+        object.__setattr__(self, "_by_row", made)
+        return made
 
     def _values(self, rows: Tensor) -> Tensor:
         """[.., row] as stored -> [.., D] float32."""

@@ -77,7 +77,7 @@ def _instance(adapter: Adapter, problem: Problem, where: torch.device) -> Instan
         where,
         problem.cache_format,
         problem.q_dtype,
-        adapter.conventions.padded(problem.num_heads),
+        adapter.conventions_of(problem).padded(problem.num_heads),
         problem.page_size,
         (problem.kv_lora_rank, problem.qk_rope_head_dim),
         min(problem.q_len, MOST_ROWS),

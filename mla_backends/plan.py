@@ -99,7 +99,7 @@ class DecodePlan:
         adapter, problem = recipe.adapter, recipe.problem
         self._recipe = recipe
         self._buffers = buffers
-        self._conventions = adapter.conventions
+        self._conventions = adapter.conventions_of(problem)
         self._is_sparse = problem.topk is not None
         self.problem = problem
         self.adapter = adapter.name
@@ -135,6 +135,7 @@ class DecodePlan:
 
     @classmethod
     def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
+        conventions = recipe.adapter.conventions_of(recipe.problem)
         buffers = Buffers.allocate(
             batch,
             max_seq_len=recipe.max_seq_len,
@@ -142,8 +143,8 @@ class DecodePlan:
             num_pages=recipe.num_pages,
             q_len=q_len,
             ragged=recipe.problem.ragged,
-            clamped=recipe.adapter.conventions.empty_rows == "undefined",
-            columns=recipe.adapter.conventions.table_columns,
+            clamped=conventions.empty_rows == "undefined",
+            columns=conventions.table_columns,
             device=recipe.where,
         )
         buffers.check(step)
