@@ -609,3 +609,24 @@ def test_a_whole_layer_compiles_and_reads_what_it_has_just_written(world: Any) -
         results.append((*first, *second, cache.rows.view(torch.uint8), query.packed.view(torch.uint8)))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
+    cache, lens, table = world.cache(), world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    plan, query = world.plan(cache, table, lens), world.query(2)
+    out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
+    numbers = (plan._number, query.number, cache.number)
+    args = (*numbers, query.latent, query.rope, None, cache.rows, None, out, lse)
+    # torch's schema check multiplies what it is given, which float8 has no kernel for
+    checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
+
+
+def test_a_graph_whose_query_is_gone_says_so() -> None:
+    _, make, cache = watching()
+    plan, query = make([3, 64]), parts(2)
+    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None)
+    del query
+    out = torch.zeros(2, 12, 512, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInput, match="is gone; keep its plan, query and cache"):
+        torch.ops.mla_backends.run_plan(plan._number, number, cache.number, *tensors, out, None)
