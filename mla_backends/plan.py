@@ -95,6 +95,12 @@ class DecodePlan:
         seq_lens: [B] int32, the plan's own, None when sparse. An engine may write into both, then `refresh()`.
     """
 
+    problem: Problem
+    adapter: str
+    update_mode: Literal["device", "host"]
+    block_table: Tensor | None
+    seq_lens: Tensor | None
+
     def __init__(self, recipe: Recipe, buffers: Buffers) -> None:
         adapter, problem = recipe.adapter, recipe.problem
         self._recipe = recipe
@@ -104,9 +110,9 @@ class DecodePlan:
         self.problem = problem
         self.adapter = adapter.name
         self.quantizes_query = self._conventions.query_dtype == "float8_e4m3fn"
-        self.update_mode: Literal["device", "host"] = "host" if self._conventions.metadata == "host" else "device"
-        self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
-        self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
+        self.update_mode = "host" if self._conventions.metadata == "host" else "device"
+        self.block_table = None if self._is_sparse else buffers.block_table
+        self.seq_lens = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
         self._views: dict[int, DecodePlan] = {}
         # The facts of the last cache, one object for equal ones; nothing is it before the first.

@@ -22,13 +22,13 @@ FLOORS = (
     "cache indexer absorb reference",
     "adapter",
     "catalogue buffers",
-    "dispatch intake outlet",
-    "plan",
+    "intake outlet",
+    "dispatch plan",
     "canary",
     "backend",
     "__init__",
     "trials",
-    "testing compare table",
+    "testing compare support_table",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
