@@ -182,6 +182,10 @@ class Adapter(ABC):
             library: what the serving provider's `load` returned; None without providers.
         """
 
+    def conventions_of(self, problem: Problem) -> Conventions:
+        """The conventions at one problem: `conventions`, but where the kernel's depend on more than that."""
+        return self.conventions
+
     def workspace_bytes(self, problem: Problem, device: Device, *, max_batch: int, max_seq_len: int) -> int:
         """Bytes of scratch that plans of one stream may share; 0 where the library allocates its own."""
         return 0

@@ -96,6 +96,8 @@ class Backend:
         device: the facts that dispatch goes by.
     """
 
+    device: Device
+
     def __init__(
         self, device: Device, where: torch.device | None, entries: tuple[Entry, ...], only: str | None
     ) -> None:

@@ -79,20 +79,18 @@ class Buffers:
             columns: what the table's width must be a multiple of.
         """
         width = -(-max(1, -(-max_seq_len // page_size)) // columns) * columns
-        # Tensors made in inference mode could not be written outside of it, and a plan outlives the mode it was made in.
-        with torch.inference_mode(False):
-            ramp = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
-            return cls(
-                block_table=torch.zeros(batch, width, dtype=torch.int32, device=device),
-                seq_lens=torch.zeros(batch, dtype=torch.int32, device=device),
-                cu_q_lens=torch.zeros_like(ramp) if ragged else ramp,
-                max_seq_len=max_seq_len,
-                page_size=page_size,
-                num_pages=num_pages,
-                ragged=ragged,
-                q_len=q_len,
-                clamped=clamped,
-            )
+        ramp = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+        return cls(
+            block_table=torch.zeros(batch, width, dtype=torch.int32, device=device),
+            seq_lens=torch.zeros(batch, dtype=torch.int32, device=device),
+            cu_q_lens=torch.zeros_like(ramp) if ragged else ramp,
+            max_seq_len=max_seq_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            ragged=ragged,
+            q_len=q_len,
+            clamped=clamped,
+        )
 
     @property
     def batch(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.formats import Format, format_named
+from mla_backends.graph_node import is_same_memory, numbered
 from mla_backends.pages import (
     alignment_of,
     are_apart,
@@ -66,7 +67,9 @@ class PagedCache:
         rows: [pages, page_size, row], in the dtype that kernels take.
         heads: [pages, page_size, 1, row], the same rows with the one KV head as an axis.
         latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
+        latent_heads, rope_heads: [pages, page_size, 1, L] and [.., R], the same with the one KV head as an axis.
         scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
+        number: how a compiled graph finds it.
 
     Raises:
         InvalidInput: where dtype, widths, strides or scale are not those of the format.
@@ -74,14 +77,18 @@ class PagedCache:
 
     __slots__ = (
         "__weakref__",
+        "_by_row",
         "data",
         "facts",
         "format",
         "heads",
         "kv_scale",
         "latent",
+        "latent_heads",
+        "number",
         "page_size",
         "rope",
+        "rope_heads",
         "rows",
         "scale",
     )
@@ -90,12 +97,16 @@ class PagedCache:
     format: Format
     page_size: int
     kv_scale: float | Tensor | None
+    number: int
     facts: CacheFacts
     rows: Tensor
     heads: Tensor
     latent: Tensor | None
     rope: Tensor | None
+    latent_heads: Tensor | None
+    rope_heads: Tensor | None
     scale: Tensor | None
+    _by_row: PagedCache | None
 
     def __init__(
         self,
@@ -116,11 +127,15 @@ class PagedCache:
         put(self, "format", format)
         put(self, "page_size", page_size)
         put(self, "kv_scale", kv_scale)
+        put(self, "number", numbered(self))
         put(self, "scale", device_scale(kv_scale, layout, rows.device))
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
         put(self, "rope", None if mixed else rows[..., kv_lora_rank:])
+        put(self, "latent_heads", None if self.latent is None else self.latent.unsqueeze(2))
+        put(self, "rope_heads", None if self.rope is None else self.rope.unsqueeze(2))
+        put(self, "_by_row", None)
         facts = CacheFacts(
             format=format,
             num_pages=num_pages,
@@ -151,6 +166,19 @@ class PagedCache:
         shape = (whole_number("num_pages", num_pages), whole_number("page_size", page_size))
         data = zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
         return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+
+    def over(self, rows: Tensor) -> PagedCache:
+        """This cache, or one like it over other memory [pages, page_size, row]."""
+        if is_same_memory(rows, self.rows):
+            return self
+        f = self.facts
+        return PagedCache(
+            rows,
+            f.format,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=f.kv_lora_rank,
+            qk_rope_head_dim=f.qk_rope_head_dim,
+        )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a PagedCache is immutable, so {name} cannot be set; make another one over the same data")
@@ -271,6 +299,45 @@ class PagedCache:
             kv_lora_rank=f.kv_lora_rank,
             qk_rope_head_dim=f.qk_rope_head_dim,
         )
+
+    @property
+    def rows_per_page(self) -> int:
+        """Rows between the starts of two pages, those of other layers included.
+
+        Raises:
+            InvalidInput: where pages don't start on rows.
+        """
+        f = self.facts
+        if f.page_stride % f.row_stride:
+            raise InvalidInput(
+                f"the cache has {f.page_stride} elements between pages and {f.row_stride} between rows, "
+                f"a kernel that reads it by row takes a whole number of rows a page"
+            )
+        return f.page_stride // f.row_stride
+
+    @property
+    def by_row(self) -> PagedCache:
+        """The same memory as pages of one row, for kernels that take a page for each key; made once.
+
+        Row id * `rows_per_page` + offset is the row `offset` of page `id`; what other layers have in between has ids too.
+
+        Raises:
+            InvalidInput: where pages don't start on rows.
+        """
+        known = self._by_row
+        if known is not None:
+            return known
+        f = self.facts
+        shape = ((f.num_pages - 1) * self.rows_per_page + f.page_size, 1, self.rows.shape[2])
+        made = PagedCache(
+            self.rows.as_strided(shape, (f.row_stride, f.row_stride, 1)),
+            f.format,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=f.kv_lora_rank,
+            qk_rope_head_dim=f.qk_rope_head_dim,
+        )
+        object.__setattr__(self, "_by_row", made)
+        return made
 
     def _values(self, rows: Tensor) -> Tensor:
         """[.., row] as stored -> [.., D] float32."""

@@ -112,7 +112,7 @@ def estimate(adapter: Adapter, problem: Problem) -> float:
         return float("inf")
     batch = problem.batch or TYPICAL_BATCH
     keys = problem.topk or problem.max_seq_len or TYPICAL_SEQ_LEN
-    rows = problem.q_len * adapter.conventions.padded(problem.num_heads)
+    rows = problem.q_len * adapter.conventions_of(problem).padded(problem.num_heads)
     tiles = -(-rows // TILE) * TILE
     row_bytes = FORMATS[problem.cache_format].row_bytes(problem.kv_lora_rank, problem.qk_rope_head_dim)
     seconds_memory = batch * keys * row_bytes / (COPY_BYTES * speed.memory)

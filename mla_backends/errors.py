@@ -21,6 +21,8 @@ class NoAdapterRuns(RuntimeError):
         verdicts: one verdict an adapter, as `Backend.explain` gives them.
     """
 
+    verdicts: Verdicts
+
     def __init__(self, verdicts: Verdicts) -> None:
         super().__init__(f"no adapter runs this problem\n{verdicts}")
         self.verdicts = verdicts

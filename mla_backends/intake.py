@@ -64,7 +64,7 @@ class Intake:
         self._staged: list[Tensor] = []
         """[rows, H', D] zeros in padded heads; the last one is in use, those outgrown may still be in a captured graph."""
         self._lead = torch.Size((buffers.batch, buffers.q_len))
-        self._last: Query | None = None
+        self._last: object = self  # no query yet, and nothing that a caller could pass
         self._brought: Query | None = None
         self._copy: Callable[[], None] | None = None
 
@@ -78,11 +78,11 @@ class Intake:
         if problem.ragged:
             lead = (buffers.batch * buffers.q_len,)
         shape = (*lead, self._heads, problem.row_width)
-        packed = torch.zeros(shape, dtype=self._kernel_dtype, device=self._device)
+        packed = self._zeros(shape, self._kernel_dtype)
         if not self._is_measured:
             return Query.from_packed(packed, problem.kv_lora_rank, scale=self._scale)
-        staging = Query.from_packed(torch.zeros(shape, dtype=self._q_dtype, device=self._device), problem.kv_lora_rank)
-        scale = torch.ones(1, dtype=torch.float32, device=self._device)
+        staging = Query.from_packed(self._zeros(shape, self._q_dtype), problem.kv_lora_rank)
+        scale = self._zeros((1,), torch.float32).fill_(1.0)
         query = Query.from_packed(packed, problem.kv_lora_rank, scale=scale)
         return query.written_through(staging, lambda: self._quantize(query, staging, scale))
 
@@ -123,9 +123,14 @@ class Intake:
         rows, room = lead.numel(), self._lead.numel()
         if not self._staged or len(self._staged[-1]) < rows:
             shape = (max(rows, room), self._heads, problem.row_width)
-            self._staged.append(torch.zeros(shape, dtype=self._kernel_dtype, device=self._device))
+            self._staged.append(self._zeros(shape, self._kernel_dtype))
         packed = self._staged[-1][:rows].view(*lead, self._heads, problem.row_width)
         return Query.from_packed(packed, problem.kv_lora_rank, scale=scale)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that can be written in any mode, whichever it is made in."""
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _copier(self, into: Query, query: Query) -> Callable[[], None]:
         views = tuple(by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))

@@ -16,10 +16,38 @@ from torch import Tensor
 from mla_backends.compiled import function
 from mla_backends.errors import InvalidInput
 
-__all__ = ["Op", "dense_last", "one_device", "one_float", "refuse", "requests"]
+__all__ = ["Op", "dense_last", "one_device", "one_float", "refuse", "register", "requests"]
 
 _LIBRARY = torch.library.Library("mla_backends", "DEF")
 _is_compiling = torch.compiler.is_compiling
+
+
+def register(schema: str, on_cpu: Callable[..., None], on_cuda: Callable[..., None]) -> Callable[..., None]:
+    """Define `mla_backends::<schema>`, every written argument marked, and give back what runs it.
+
+    Returns:
+        A function of (is_cuda, *arguments): through the dispatcher where torch.compile looks on, else straight.
+    """
+    name = schema.partition("(")[0]
+
+    def fake(*args: Any) -> None:
+        return None
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, on_cpu, "CPU")
+    _LIBRARY.impl(name, on_cuda, "CUDA")
+    torch.library.register_fake(f"mla_backends::{name}", fake, lib=_LIBRARY)
+    overload = getattr(torch.ops.mla_backends, name).default
+
+    def run(is_cuda: bool, *args: Any) -> None:
+        if _is_compiling():
+            overload(*args)
+        elif is_cuda:
+            on_cuda(*args)
+        else:
+            on_cpu(*args)
+
+    return run
 
 
 class Op:
@@ -38,13 +66,9 @@ class Op:
     def __init__(
         self, schema: str, torch_form: Callable[..., None], cuda_form: Callable[..., bool] | None = None
     ) -> None:
-        self.name = name = schema.partition("(")[0]
+        self.name = schema.partition("(")[0]
         self._torch_form, self._cuda_form = torch_form, cuda_form
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, torch_form, "CPU")
-        _LIBRARY.impl(name, self._on_cuda, "CUDA")
-        torch.library.register_fake(f"mla_backends::{name}", _fake, lib=_LIBRARY)
-        self._overload = getattr(torch.ops.mla_backends, name).default
+        self._run = register(schema, torch_form, self._on_cuda)
 
     def took(self, first: Tensor | None, *args: Any) -> bool:
         """Whether the compiled kernel ran on these arguments; if not, nothing was done."""
@@ -57,12 +81,7 @@ class Op:
 
     def __call__(self, is_cuda: bool, first: Tensor | None, *args: Any) -> None:
         """Run on checked arguments, of which there is something to write."""
-        if _is_compiling() or type(first) is not Tensor:
-            self._overload(first, *args)
-        elif is_cuda:
-            self._on_cuda(first, *args)
-        else:
-            self._torch_form(first, *args)
+        self._run(is_cuda, first, *args)
 
     def _on_cuda(self, *args: Any) -> None:
         export = function(self.name)
@@ -70,10 +89,6 @@ class Op:
             self._torch_form(*args)
         elif not (self._cuda_form or export)(*args):
             raise RuntimeError(f"mla_backends::{self.name} was refused by its kernel though its checks passed")
-
-
-def _fake(*args: Any) -> None:
-    return None
 
 
 def refuse(name: str, found: object, taken: str) -> InvalidInput:

@@ -129,11 +129,9 @@ class Outlet:
 
     def _ordered(self, lse: Tensor) -> Tensor:
         """A view of the kernel's lse with our axes and heads, [B, q, H] or [T, H]."""
-        axes, buffers = self._conventions.lse_axes, self._buffers
-        if axes == "BHQ":
-            lse = lse.transpose(1, 2)
-        elif axes == "HT":
-            lse = lse.transpose(0, 1)
+        buffers = self._buffers
+        if self._conventions.lse_axes in ("BHQ", "HT"):
+            lse = lse.transpose(-1, -2)
         if lse.ndim == 2 and not self._problem.ragged:
             lse = lse.unflatten(0, (buffers.batch, buffers.q_len))
         return lse[..., : self._num_heads] if self._is_padded else lse

@@ -21,6 +21,7 @@ from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.graph_node import numbered, run_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
@@ -28,6 +29,8 @@ from mla_backends.result import Decoded
 from mla_backends.steps import StepInput, check_tensor
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def cache_facts(cache: PagedCache) -> dict[str, Any]:
@@ -92,23 +95,30 @@ class DecodePlan:
         seq_lens: [B] int32, the plan's own, None when sparse. An engine may write into both, then `refresh()`.
     """
 
+    problem: Problem
+    adapter: str
+    update_mode: Literal["device", "host"]
+    block_table: Tensor | None
+    seq_lens: Tensor | None
+
     def __init__(self, recipe: Recipe, buffers: Buffers) -> None:
         adapter, problem = recipe.adapter, recipe.problem
         self._recipe = recipe
         self._buffers = buffers
-        self._conventions = adapter.conventions
+        self._conventions = adapter.conventions_of(problem)
         self._is_sparse = problem.topk is not None
         self.problem = problem
         self.adapter = adapter.name
         self.quantizes_query = self._conventions.query_dtype == "float8_e4m3fn"
-        self.update_mode: Literal["device", "host"] = "host" if self._conventions.metadata == "host" else "device"
-        self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
-        self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
+        self.update_mode = "host" if self._conventions.metadata == "host" else "device"
+        self.block_table = None if self._is_sparse else buffers.block_table
+        self.seq_lens = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
         self._views: dict[int, DecodePlan] = {}
         # The facts of the last cache, one object for equal ones; nothing is it before the first.
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
+        self._number = numbered(self)
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -125,6 +135,13 @@ class DecodePlan:
         Raises:
             InvalidInput: for a step that does not fit.
         """
+        # What is made in inference mode cannot be written outside of it, and a plan outlives the mode that it is made in.
+        with torch.inference_mode(False):
+            return cls._start(recipe, batch, q_len, step)
+
+    @classmethod
+    def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
+        conventions = recipe.adapter.conventions_of(recipe.problem)
         buffers = Buffers.allocate(
             batch,
             max_seq_len=recipe.max_seq_len,
@@ -132,8 +149,8 @@ class DecodePlan:
             num_pages=recipe.num_pages,
             q_len=q_len,
             ragged=recipe.problem.ragged,
-            clamped=recipe.adapter.conventions.empty_rows == "undefined",
-            columns=recipe.adapter.conventions.table_columns,
+            clamped=conventions.empty_rows == "undefined",
+            columns=conventions.table_columns,
             device=recipe.where,
         )
         buffers.check(step)
@@ -250,8 +267,9 @@ class DecodePlan:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
-            view = DecodePlan(recipe, self._buffers.first(batch))
-            view._replan()
+            with torch.inference_mode(False):
+                view = DecodePlan(recipe, self._buffers.first(batch))
+                view._replan()
             self._views[batch] = view
         return self._views[batch]
 
@@ -288,6 +306,8 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
+        if _is_compiling():
+            return self._in_graph(query, cache, indices, out, lse)
         if getattr(cache, "facts", None) is not self._accepted:
             self._accept_cache(cache)
         if (indices is None) == self._is_sparse:
@@ -311,6 +331,20 @@ class DecodePlan:
                 return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
         raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
         return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+
+    def _in_graph(
+        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None, lse: Tensor | None
+    ) -> Decoded:
+        """The same run as one node of the graph that torch.compile is making."""
+        shape = (*query.latent.shape[:-2], self.problem.num_heads)
+        where = self._recipe.where
+        if out is None:
+            out = torch.empty((*shape, self.problem.kv_lora_rank), dtype=self._recipe.q_dtype, device=where)
+        if lse is None and self.problem.needs_lse:
+            lse = torch.empty(shape, dtype=torch.float32, device=where)
+        parts = (query.latent, query.rope, query.scale, cache.rows, indices)
+        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, out, lse)
+        return Decoded(out, lse)
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""

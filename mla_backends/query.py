@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown, whole_number
+from mla_backends.graph_node import is_same_memory, numbered
 
 __all__ = ["Query", "by_tokens", "merged", "tokens"]
 
@@ -31,6 +32,7 @@ class Query:
         scale: an e4m3 query's scale, one float32 on the device: value = stored * scale. None for bf16, fp16, fp32.
         facts: (shape of latent, R, dtype, device), for plans to compare.
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
+        number: how a compiled graph finds it.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class Query:
         "facts",
         "is_packed",
         "latent",
+        "number",
         "rope",
         "scale",
         "settle",
@@ -51,6 +54,7 @@ class Query:
     scale: Tensor | None
     facts: tuple[torch.Size, int, torch.dtype, torch.device]
     is_packed: bool
+    number: int
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
     staging: Query | None
@@ -71,6 +75,7 @@ class Query:
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)
         put(self, "_reshaped", {})
+        put(self, "number", numbered(self))
         put(self, "staging", None)
         put(self, "settle", None)
 
@@ -108,6 +113,13 @@ class Query:
         object.__setattr__(self, "staging", staging)
         object.__setattr__(self, "settle", settle)
         return self
+
+    def over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
+        """This query, or one like it over other memory."""
+        mine, given = (self.latent, self.rope, self.scale), (latent, rope, scale)
+        if all(is_same_memory(a, b) for a, b in zip(mine, given, strict=True)):
+            return self
+        return Query(latent, rope, scale=scale)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(

@@ -133,8 +133,11 @@ def select_slots(
         raise refuse("the dtype of out", out.dtype, "int32")
     if page_size < 1:
         raise refuse("page_size", page_size, "at least 1")
-    if seq_lens is not None and (seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1]):
-        raise refuse("seq_lens", f"{list(seq_lens.shape)} {seq_lens.dtype}", f"[{positions.shape[0]}] int32")
+    if seq_lens is not None and (
+        seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1] or not seq_lens.is_contiguous()
+    ):
+        found = f"{list(seq_lens.shape)} {seq_lens.dtype} with strides {list(seq_lens.stride())}"
+        raise refuse("seq_lens", found, f"[{positions.shape[0]}] int32, contiguous")
     dense_last(out=out, positions=positions, block_table=block_table)
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)

@@ -238,7 +238,8 @@ class Conventions:
         query_dtype: what the kernel reads; None is the problem's q_dtype.
         heads: head counts that run natively, ascending; None is any. The plan pads to the least that holds.
         lse_base: of the logarithm.
-        lse_axes: order of the kernel's lse: request, query row, head; ragged kernels have T for request and row.
+        lse_axes: order of the kernel's lse: request, query row, head; T for request and row in one, as kernels have it
+            for ragged queries whatever the axes say: only whether heads come last counts then.
         empty_rows: what a row without keys gets. exact: out 0, lse -inf. lse_inf: out 0, lse +inf.
             unwritten: nothing is stored. undefined: lengths and page ids must be clamped first, and the row overwritten.
         unused_rows: ignored, or read: a NaN in a never-written row of a live page reaches the output.

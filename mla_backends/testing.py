@@ -199,8 +199,9 @@ class Conformance:
         record_property("condition", str(condition))
         backend = get_backend(adapter=adapter.name, adapters=[adapter])
         require_device(adapter, backend)
-        unused = "finite" if adapter.conventions.unused_rows == "read" else "nan"
-        trial = Trial(condition, backend.torch_device, unused=unused)  # type: ignore[arg-type]
+        trial = Trial(condition, backend.torch_device, unused="nan")
+        if adapter.conventions_of(trial.problem()).unused_rows == "read":
+            trial = Trial(condition, backend.torch_device, unused="finite")
         reasons = adapter.refusals(trial.problem(), backend.device, forced=True)
         if reasons:
             record_property("refused", "; ".join(map(str, reasons)))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_backends import Backend, Decoded, DecodePlan, PagedCache, Query, get_backend
 from mla_backends.adapter import Adapter
 from mla_backends.formats import FORMATS
@@ -17,7 +19,6 @@ from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
 from mla_backends.testing import conditions, good_case, installed_adapters, require_device
 from mla_backends.trials import LSE_TOLERANCE, OUT_TOLERANCE
-from torch import Tensor
 
 SCALE = 192**-0.5
 HEADS = 16
@@ -96,7 +97,6 @@ class World:
             given.setdefault("seq_lens_cpu", lens.cpu())
         return self.backend.plan(cache, table, lens, **given)
 
-
     def truth(self, query: Query, cache: PagedCache, table: Tensor, lens: Tensor, **given: Any) -> Decoded:
         """The reference, on the query as the kernel reads it."""
         latent, rope = (self._stored(part) for part in (query.latent, query.rope))
@@ -117,7 +117,12 @@ class World:
         assert want.lse is not None
         assert got.out.shape == want.out.shape
         assert got.lse.shape == want.lse.shape
-        out, lse, true, log = got.out.double().cpu(), got.lse.double().cpu(), want.out.double().cpu(), want.lse.double().cpu()
+        out, lse, true, log = (
+            got.out.double().cpu(),
+            got.lse.double().cpu(),
+            want.out.double().cpu(),
+            want.lse.double().cpu(),
+        )
         empty = log == float("-inf")
         assert torch.equal(lse == float("-inf"), empty)
         assert not out[empty].any()

@@ -508,6 +508,48 @@ def test_pages_apart_from_each_other_cannot_be_split():
     assert UnifiedCache.allocate(1, 2, 8, "bf16", "cpu").layer(1).split_pages(4).num_pages == 2
 
 
+# --- pages of one row ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format", FORMAT_NAMES)
+@pytest.mark.parametrize(("layers", "page_size"), [(1, 4), (3, 4), (3, 1)])
+def test_by_row_every_slot_is_a_page_of_one_row(format, layers, page_size):
+    slot = UnifiedCache.allocate(PAGES, layers, page_size, format, "cpu")
+    cache = written(slot.layer(layers - 1))
+    rows = cache.by_row
+    assert cache.rows_per_page == layers * page_size
+    assert rows.page_size == 1
+    assert rows.rows.data_ptr() == cache.rows.data_ptr()
+    for page in range(PAGES):
+        for offset in range(page_size):
+            assert torch.equal(bits(rows.rows[page * cache.rows_per_page + offset, 0]), bits(cache.rows[page, offset]))
+    assert cache.by_row is rows
+
+
+def test_by_row_does_not_reach_past_the_last_row():
+    slot = torch.zeros(3, 2, 4, 576)
+    last = PagedCache(slot[:, 1], "fp32").by_row.rows
+    assert last.data_ptr() + last.nbytes == slot.data_ptr() + slot.nbytes
+
+
+def test_by_row_takes_pages_that_start_on_rows():
+    apart = torch.zeros(3, 5 * 576 + 8)[:, : 4 * 576].view(3, 4, 576)
+    with pytest.raises(InvalidInput, match="2888 elements between pages and 576 between rows"):
+        _ = PagedCache(apart, "fp32").by_row
+    pitched = PagedCache(torch.zeros(3, 4, 640)[..., :576], "fp32")
+    assert (pitched.rows_per_page, pitched.by_row.num_pages) == (4, 12)
+
+
+def test_latent_and_rope_have_the_head_axis_that_some_kernels_want():
+    cache = written(UnifiedCache.allocate(PAGES, 3, PAGE_SIZE, "bf16", "cpu").layer(1))
+    assert cache.latent_heads.shape == (PAGES, PAGE_SIZE, 1, 512)
+    assert cache.rope_heads.shape == (PAGES, PAGE_SIZE, 1, 64)
+    assert torch.equal(torch.cat((cache.latent_heads, cache.rope_heads), -1), cache.heads)
+    assert cache.latent_heads.data_ptr() == cache.rows.data_ptr()
+    mixed = PagedCache.allocate(PAGES, PAGE_SIZE, "fp8_ds_mla", "cpu")
+    assert mixed.latent_heads is mixed.rope_heads is None
+
+
 # --- indexer keys ----------------------------------------------------------------------------------------------------
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from mla_backends import AbsorbWeights, DecodePlan, InvalidInput, PagedCache, Query, get_backend, ops
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
 from mla_backends.plan import Decoded
 from mla_backends.support import Conventions
-from torch import Tensor
 
 
 def step_of(world: Any, lens: tuple[int, ...], columns: int, seed: int) -> dict[str, Tensor]:
@@ -131,9 +132,7 @@ def test_an_update_of_a_view_plans_the_view(world: Any) -> None:
     plan = world.plan(cache, world.table(6, columns), world.ints(1, 2, 3, 4, 5, 6))
     view, step, query = plan.at(3), step_of(world, (130, 64), columns, 4), world.query(3)
     view.update(**step)
-    fresh = world.plan(
-        cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size
-    )
+    fresh = world.plan(cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size)
     assert world.same(view.run(query, cache), fresh.run(query, cache))
 
 
@@ -325,6 +324,21 @@ def test_memory_does_not_grow_over_a_thousand_steps(graphs: Any) -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
+def test_lengths_from_the_host_are_not_overwritten_while_a_copy_is_in_flight(graphs: Any) -> None:
+    world, columns = graphs, 4
+    cache, first = world.cache(), step_of(graphs, (64,) * 4, columns, 0)
+    plan = world.plan(cache, first["block_table"], first["seq_lens"])
+    plan.update(seq_lens_cpu=first["seq_lens_cpu"])
+    torch.cuda._sleep(100_000_000)
+    seen, host = [], torch.zeros(4, dtype=torch.int32)
+    for i in range(12):
+        host.fill_(i)  # an engine has one such tensor, and changes it as soon as update is back
+        plan.update(seq_lens_cpu=host)
+        seen.append(plan.seq_lens.clone())
+    torch.cuda.synchronize()
+    assert [lens.tolist() for lens in seen] == [[i] * 4 for i in range(12)]
+
+
 def test_two_plans_run_on_two_streams(graphs: Any) -> None:
     world, columns = graphs, -(-640 // graphs.page_size)
     cache, query = world.cache(), world.query(2)
@@ -366,7 +380,10 @@ def test_tensors_of_another_gpu_run_there_or_are_refused(graphs: Any) -> None:
     world = graphs
     other = get_backend(adapter=world.adapter.name, adapters=[world.adapter], device="cuda:1")
     cache = PagedCache.allocate(8, world.page_size, world.format, "cuda:1")
-    table, lens = torch.zeros(2, 2, dtype=torch.int32, device="cuda:1"), torch.ones(2, dtype=torch.int32, device="cuda:1")
+    table, lens = (
+        torch.zeros(2, 2, dtype=torch.int32, device="cuda:1"),
+        torch.ones(2, dtype=torch.int32, device="cuda:1"),
+    )
     with torch.cuda.device(0):
         plan = other.plan(cache, table, lens, num_heads=16, softmax_scale=0.1, q_scale=world.q_scale)
         query = Query.from_packed(torch.zeros(2, 16, 576, dtype=world.dtype, device="cuda:1"))
@@ -538,7 +555,9 @@ def test_the_ops_compile_into_one_graph() -> None:
         ops.absorb_query(query[..., :512], query[..., 512:], q_nope, q_pe, w_uk)
         ops.write_cache(data, kv_c, k_pe, torch.tensor([1, -1, 6]), "bf16")
         slots = torch.zeros(3, 5, dtype=torch.int32)
-        ops.select_slots(slots, torch.tensor([[0, 1, -1], [2, 3, 9], [7, 0, 0]]), torch.ones(3, 2, dtype=torch.int32), 4)
+        ops.select_slots(
+            slots, torch.tensor([[0, 1, -1], [2, 3, 9], [7, 0, 0]]), torch.ones(3, 2, dtype=torch.int32), 4
+        )
         merged = ops.merge_partials(torch.stack([query, query * 2]), torch.ones(2, 3, 4))
         return query * 2, slots, merged.out, merged.lse
 
@@ -562,3 +581,52 @@ def test_run_itself_compiles_without_a_graph_break(world: Any) -> None:
     out, lse = torch.compile(layer, fullgraph=True, backend="aot_eager")(gain)
     assert torch.equal(out, want.out * gain)
     assert torch.equal(lse, want.lse + gain)
+
+
+def test_a_whole_layer_compiles_and_reads_what_it_has_just_written(world: Any) -> None:
+    lens, table = world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    weights = AbsorbWeights(world.normal(16, 128, 512) * 0.1, world.normal(16, 512, 128, seed=8))
+    kv_c, k_pe = world.normal(2, 512, seed=11), world.normal(2, 64, seed=12)
+    last = torch.tensor([69, 0])
+    slots = table.cpu().long()[torch.arange(2), last // world.page_size] * world.page_size + last % world.page_size
+    slots = slots.to(world.device)
+    inputs = world.normal(2, 16, 128), world.normal(2, 16, 64, seed=4)
+
+    def layer(plan: DecodePlan, query: Query, cache: PagedCache, q_nope: Tensor, q_pe: Tensor) -> tuple[Tensor, Tensor]:
+        cache.write(kv_c, k_pe, slots)
+        weights.query(q_nope, q_pe, out=query)
+        decoded = plan.run(query, cache)
+        assert decoded.lse is not None
+        return weights.project(decoded.out), decoded.lse
+
+    results = []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        cache = world.cache()
+        plan = world.plan(cache, table, lens)
+        query = plan.new_query()
+        first = run(plan, query, cache, *inputs)
+        second = run(plan, query, cache, *(x * 2 for x in inputs))
+        results.append((*first, *second, cache.rows.view(torch.uint8), query.packed.view(torch.uint8)))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
+    cache, lens, table = world.cache(), world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    plan, query = world.plan(cache, table, lens), world.query(2)
+    out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
+    numbers = (plan._number, query.number, cache.number)
+    args = (*numbers, query.latent, query.rope, None, cache.rows, None, out, lse)
+    # torch's schema check multiplies what it is given, which float8 has no kernel for
+    checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
+
+
+def test_a_graph_whose_query_is_gone_says_so() -> None:
+    _, make, cache = watching()
+    plan, query = make([3, 64]), parts(2)
+    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None)
+    del query
+    out = torch.zeros(2, 12, 512, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInput, match="is gone; keep its plan, query and cache"):
+        torch.ops.mla_backends.run_plan(plan._number, number, cache.number, *tensors, out, None)

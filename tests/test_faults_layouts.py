@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from mla_backends import (
     AbsorbWeights,
     InvalidInput,
@@ -232,7 +233,15 @@ def test_index_rows_that_are_not_the_querys_are_refused(sparse: Any) -> None:
     plan = sparse.plan(cache, None, None, topk=64, max_batch=5)
     right = torch.zeros(5, 64, dtype=torch.int32, device=sparse.device)
     plan.run(query, cache, indices=right)
-    for wrong in (right.new_zeros(7, 64), right[:, :63], right[:4], right.long(), right.float(), right[0], right[:, None]):
+    for wrong in (
+        right.new_zeros(7, 64),
+        right[:, :63],
+        right[:4],
+        right.long(),
+        right.float(),
+        right[0],
+        right[:, None],
+    ):
         with pytest.raises(InvalidInput, match=r"indices is .* it takes \[5, 64\] int32"):
             plan.run(query, cache, indices=wrong)
     with pytest.raises(InvalidInput, match="it takes indices"):
@@ -275,7 +284,9 @@ def test_the_page_sizes_that_adapters_state_are_those_that_they_take() -> None:
 def test_a_fp32_cache_is_decoded_in_float64() -> None:
     backend, cache = get_backend("cpu"), PagedCache.allocate(4, 64, "fp32", "cpu")
     generator = torch.Generator().manual_seed(0)
-    cache.write(torch.randn(256, 512, generator=generator), torch.randn(256, 64, generator=generator), torch.arange(256))
+    cache.write(
+        torch.randn(256, 512, generator=generator), torch.randn(256, 64, generator=generator), torch.arange(256)
+    )
     latent, rope = torch.randn(1, 4, 512, generator=generator), torch.randn(1, 4, 64, generator=generator)
     table, lens = torch.tensor([[3, 1, 0]], dtype=torch.int32), torch.tensor([130], dtype=torch.int32)
     got = backend.decode(latent, rope, cache, table, lens, softmax_scale=0.05).out

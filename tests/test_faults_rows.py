@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
 from mla_backends import Decoded, InvalidInput, Query, get_backend, ops
 from mla_backends.trials import Condition, Trial
-from torch import Tensor
 
 INF = float("inf")
 
