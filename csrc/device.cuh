@@ -115,16 +115,19 @@ __device__ __forceinline__ void divide_by_power_of_two(float (&values)[kVector],
   for (float& value : values) value *= inverse;
 }
 
-// page * page_size + offset as the address of its row, in the units of the two strides. 32-bit division where it fits:
-// the 64-bit one costs a hundred instructions.
-__device__ __forceinline__ int64_t row_at(int64_t slot, int64_t num_slots, int64_t page_size, int64_t page_stride,
-                                          int64_t row_stride) {
+struct Place {
+  int64_t page;
+  int64_t offset;
+};
+
+// A slot's page and offset. 32-bit division where it fits: the 64-bit one costs a hundred instructions.
+__device__ __forceinline__ Place place_of(int64_t slot, int64_t num_slots, int64_t page_size) {
   if (num_slots <= 0x7fffffff) {
-    const uint32_t page = static_cast<uint32_t>(slot) / static_cast<uint32_t>(page_size);
-    const uint32_t offset = static_cast<uint32_t>(slot) - page * static_cast<uint32_t>(page_size);
-    return page * page_stride + offset * row_stride;
+    const auto narrow = static_cast<uint32_t>(slot), size = static_cast<uint32_t>(page_size);
+    const uint32_t page = narrow / size;
+    return {page, narrow - page * size};
   }
-  return slot / page_size * page_stride + slot % page_size * row_stride;
+  return {slot / page_size, slot % page_size};
 }
 
 }  // namespace mla

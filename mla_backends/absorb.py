@@ -120,6 +120,8 @@ class AbsorbWeights:
         Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
         """
         heads, nope, rank = self.w_uk.shape
+        if not isinstance(q_nope, Tensor) or not isinstance(q_pe, Tensor):
+            raise InvalidInput(f"q_nope is {shown(q_nope)} and q_pe {shown(q_pe)}, they take tensors")
         leading = q_nope.shape[:-2]
         if len(leading) not in (1, 2) or q_nope.shape[-2:] != (heads, nope) or q_pe.shape[:-1] != q_nope.shape[:-1]:
             raise InvalidInput(
@@ -129,6 +131,8 @@ class AbsorbWeights:
         if out is None:
             shape = (*q_nope.shape[:-1], rank + q_pe.shape[-1])
             target = Query.from_packed(torch.empty(shape, dtype=q_nope.dtype, device=q_nope.device), rank)
+        elif not isinstance(out, Query):
+            raise InvalidInput(f"out is {shown(out)}, it takes a Query such as DecodePlan.new_query makes")
         else:
             target = out.with_leading(leading)
             shape_out, width, _, _ = target.facts
@@ -162,12 +166,12 @@ class AbsorbWeights:
             InvalidInput: if heads, widths, dtypes or devices disagree.
         """
         heads, rank, value = self.w_uv.shape
-        if latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
+        if not isinstance(latent, Tensor) or latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
             raise InvalidInput(f"latent is {shown(latent)}, these weights take [B, (q,) {heads}, {rank}]")
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)
-        elif out.shape != shape or out.dtype != latent.dtype:
+        elif not isinstance(out, Tensor) or out.shape != shape or out.dtype != latent.dtype:
             raise InvalidInput(f"out is {shown(out)}, it takes {list(shape)} of {latent.dtype}, as the latent")
         values = merged(out)
         if values is None:

@@ -58,7 +58,9 @@ class Provider:
             if error.name and (self.module == error.name or self.module.startswith(f"{error.name}.")):
                 raise Absent("not installed") from error
             raise Absent(f"import failed: {error}") from error
-        except (ImportError, OSError, AttributeError, RuntimeError) as error:
+        except Absent:
+            raise
+        except Exception as error:  # whatever a package does when it is imported, it is this package's reason
             raise Absent(f"import failed: {type(error).__name__}: {error}") from error
 
     @property

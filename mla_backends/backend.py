@@ -16,17 +16,17 @@ from torch import Tensor
 
 from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.adapter import Adapter
-from mla_backends.buffers import StepInput, check_ints
 from mla_backends.cache import PagedCache
 from mla_backends.canary import PROOFS, SWITCH
 from mla_backends.catalogue import Entry, as_entries, installed, serving
 from mla_backends.device import Device
 from mla_backends.dispatch import forced, judge
-from mla_backends.errors import InvalidInput, NoAdapterRuns
-from mla_backends.formats import format_named
+from mla_backends.errors import InvalidInput, NoAdapterRuns, whole_number
+from mla_backends.formats import format_named, is_float32_scale
 from mla_backends.plan import DecodePlan, Recipe, cache_facts
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
+from mla_backends.steps import Room, StepInput, check_ints, check_tensor
 from mla_backends.support import Refusal, Verdict, Verdicts
 
 __all__ = ["Backend", "WarmupReport", "get_backend"]
@@ -96,6 +96,8 @@ class Backend:
         device: the facts that dispatch goes by.
     """
 
+    device: Device
+
     def __init__(
         self, device: Device, where: torch.device | None, entries: tuple[Entry, ...], only: str | None
     ) -> None:
@@ -114,7 +116,13 @@ class Backend:
         return self._here()
 
     def explain(self, problem: Problem) -> Verdicts:
-        """Every adapter's verdict on a problem, in order of preference; its str() is the page a user reads."""
+        """Every adapter's verdict on a problem, in order of preference; its str() is the page a user reads.
+
+        Raises:
+            InvalidInput: for anything but a Problem.
+        """
+        if not isinstance(problem, Problem):
+            raise InvalidInput(f"problem is a {type(problem).__name__}, it takes a Problem")
         ask = serving if self._where is not None else None
         return judge(problem, self.device, self._entries, ask=ask, only=self._only)
 
@@ -140,6 +148,8 @@ class Backend:
             or why none runs.
         """
         where = self._here()
+        if isinstance(problems, Problem):
+            problems = (problems,)
         lines = []
         for problem in problems:
             start = time.perf_counter()
@@ -216,20 +226,21 @@ class Backend:
                 )
         elif block_table is None or (seq_lens is None and seq_lens_cpu is None):
             raise InvalidInput("block_table and seq_lens are required unless topk is given")
-        else:
-            check_ints("block_table", block_table, 2, where)
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
-        batch = max_batch if max_batch is not None else step.live or 0
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 0:
-            raise InvalidInput(f"max_batch is {max_batch!r}, it takes a whole number of at least 0")
+        step.check(where)
+        batch = whole_number("max_batch", max_batch, least=0) if max_batch is not None else step.live or 0
         if cu_q_lens is not None:
-            q_len = _longest(cu_q_lens, where) if max_q_len is None else max_q_len
+            q_len = _longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
         elif max_q_len is not None and max_q_len != q_len:
             raise InvalidInput(f"max_q_len is {max_q_len} without cu_q_lens; uniform queries take q_len")
-        room = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
-        capacity = room if max_seq_len is None else max_seq_len
+        widest = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
+        capacity = widest if max_seq_len is None else whole_number("max_seq_len", max_seq_len, least=0)
         dtype = q_dtype if q_dtype is not None else getattr(torch, format_named(cache.format).query_dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidInput(f"q_dtype is {dtype!r}, it takes a torch.dtype such as torch.bfloat16")
         _check_scale(q_scale, where)
+        _check_workspace(workspace, where)
+        Room(batch, capacity, cache.page_size, q_len, cu_q_lens is not None, where).check(step)
         problem = Problem(
             num_heads,
             batch=batch,
@@ -259,7 +270,7 @@ class Backend:
             softmax_scale=float(softmax_scale),
             q_dtype=dtype,
             max_seq_len=capacity,
-            attn_sink=attn_sink,
+            attn_sink=None if attn_sink is None else attn_sink.detach().contiguous(),
             workspace=_workspace(workspace, needed, where),
             q_scale=q_scale,
             why=why,
@@ -300,11 +311,17 @@ class Backend:
         Raises:
             InvalidInput, NoAdapterRuns: as `plan` and `DecodePlan.run` do.
         """
-        absorbed = None if weights is not None else Query.from_parts(q_nope, q_pe)
+        check_tensor("q_nope", q_nope, "a tensor [B, H, X], [B, q, H, X] or ragged [T, H, X]")
+        check_tensor("q_pe", q_pe, "a tensor with q_nope's leading shape")
         if q_nope.ndim not in (3, 4):
             raise InvalidInput(
                 f"q_nope has shape {list(q_nope.shape)}, it takes [B, H, X], [B, q, H, X] or ragged [T, H, X]"
             )
+        if weights is not None and not isinstance(weights, AbsorbWeights):
+            raise InvalidInput(f"weights is a {type(weights).__name__}, it takes AbsorbWeights")
+        absorbed = None if weights is not None else Query.from_parts(q_nope, q_pe)
+        if indices is not None:
+            check_ints("indices", indices, q_nope.ndim - 1, self._here())
         if indices is not None and (indices.ndim != q_nope.ndim - 1 or indices.shape[:-1] != q_nope.shape[:-2]):
             raise InvalidInput(
                 f"indices has shape {list(indices.shape)}, it takes {[*q_nope.shape[:-2], 'topk']} for q_nope {list(q_nope.shape)}"
@@ -411,32 +428,40 @@ def _check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
             raise InvalidInput(
                 f"q_scale is {list(q_scale.shape)} {q_scale.dtype} on {q_scale.device}, it takes one float32 on {where}"
             )
+        if where.type == "cpu" and not is_float32_scale(float(q_scale)):
+            raise InvalidInput(f"q_scale holds {float(q_scale)}, it takes a positive finite number")
         return
-    if isinstance(q_scale, bool) or not isinstance(q_scale, int | float) or not math.isfinite(q_scale) or q_scale <= 0:
-        raise InvalidInput(f"q_scale is {q_scale!r}, it takes a positive finite number")
+    if isinstance(q_scale, bool) or not isinstance(q_scale, int | float) or not is_float32_scale(q_scale):
+        raise InvalidInput(f"q_scale is {q_scale!r}, it takes a number that is positive and finite in float32")
 
 
 def _check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
+    check_tensor("attn_sink", sink, f"[{num_heads}] float32")
     if sink.shape != (num_heads,) or sink.dtype != torch.float32 or sink.device != where:
         raise InvalidInput(
             f"attn_sink is {list(sink.shape)} {sink.dtype} on {sink.device}, it takes [{num_heads}] float32 on {where}"
         )
 
 
-def _longest(cu_q_lens: Tensor, where: torch.device) -> int:
-    check_ints("cu_q_lens", cu_q_lens, 1, where)
+def _longest(cu_q_lens: Tensor) -> int:
     q_lens = cu_q_lens.diff()
-    return int(q_lens.max()) if q_lens.numel() else 0
+    return max(int(q_lens.max()), 0) if q_lens.numel() else 0
+
+
+def _check_workspace(given: Tensor | None, where: torch.device) -> None:
+    if given is None:
+        return
+    check_tensor("workspace", given, "one dimension of contiguous uint8")
+    if given.dtype != torch.uint8 or given.ndim != 1 or given.device != where or not given.is_contiguous():
+        raise InvalidInput(
+            f"workspace is {list(given.shape)} {given.dtype} on {given.device}, it takes one dimension of contiguous uint8 on {where}"
+        )
 
 
 def _workspace(given: Tensor | None, needed: int, where: torch.device) -> Tensor | None:
     """The caller's workspace, or one of our own."""
     if given is None:
         return torch.zeros(needed, dtype=torch.uint8, device=where) if needed else None
-    if given.dtype != torch.uint8 or given.ndim != 1 or given.device != where or not given.is_contiguous():
-        raise InvalidInput(
-            f"workspace is {list(given.shape)} {given.dtype} on {given.device}, it takes one dimension of contiguous uint8 on {where}"
-        )
     if given.numel() < needed:
         raise InvalidInput(f"workspace has {given.numel()} bytes, it takes {needed}; workspace_bytes says how many")
     return given

@@ -15,54 +15,12 @@ import torch
 from torch import Tensor
 
 from mla_backends.adapter import HostLengths
-from mla_backends.errors import InvalidInput
+from mla_backends.steps import Room, StepInput
 
-__all__ = ["Buffers", "StepInput", "check_ints"]
+__all__ = ["Buffers"]
 
-_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
 _SLOTS = 4
 """Pinned staging buffers in rotation, so that a copy in flight is not overwritten."""
-
-
-def check_ints(name: str, tensor: Tensor, ndim: int, device: torch.device) -> None:
-    """Refuse what is no integer tensor of that rank on that device.
-
-    Raises:
-        InvalidInput: naming the argument, what was found and what is taken.
-    """
-    if not isinstance(tensor, Tensor):
-        raise InvalidInput(f"{name} is a {type(tensor).__name__}, it takes an int32 tensor")
-    if tensor.dtype not in _INTEGERS:
-        raise InvalidInput(f"{name} is {tensor.dtype}, it takes int32; convert with .int()")
-    if tensor.ndim != ndim:
-        raise InvalidInput(f"{name} has shape {list(tensor.shape)}, it takes {ndim} dimensions")
-    if tensor.device != device:
-        raise InvalidInput(f"{name} is on {tensor.device}, it takes {device}, where the cache is")
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """One step as the caller gives it; None keeps what the buffers hold.
-
-    Args:
-        block_table: [b, w] page ids, any integer dtype and row stride.
-        seq_lens: [b] keys a request.
-        seq_lens_cpu: [b] the same, on the host.
-        cu_q_lens: [b + 1] query rows before each request, ragged plans only.
-    """
-
-    block_table: Tensor | None = None
-    seq_lens: Tensor | None = None
-    seq_lens_cpu: Tensor | None = None
-    cu_q_lens: Tensor | None = None
-
-    @property
-    def live(self) -> int | None:
-        """Requests of this step, None where nothing says how many."""
-        for tensor in (self.seq_lens, self.seq_lens_cpu, self.block_table):
-            if tensor is not None:
-                return int(tensor.shape[0])
-        return None if self.cu_q_lens is None else int(self.cu_q_lens.shape[0]) - 1
 
 
 @dataclass(eq=False)
@@ -162,93 +120,41 @@ class Buffers:
         )
         return view
 
+    @property
+    def room(self) -> Room:
+        return Room(self.batch, self.max_seq_len, self.page_size, self.q_len, self.ragged, self.device)
+
     def check(self, step: StepInput) -> None:
         """Refuse a step that these buffers cannot hold; writes nothing.
 
         Raises:
-            InvalidInput: for a wrong dtype, rank, device or batch, and for lengths outside 0 to max_seq_len
-                where the host knows them.
+            InvalidInput: as `Room.check`.
         """
-        if step.block_table is not None:
-            check_ints("block_table", step.block_table, 2, self.device)
-        if step.seq_lens is not None:
-            check_ints("seq_lens", step.seq_lens, 1, self.device)
-        if step.seq_lens_cpu is not None:
-            check_ints("seq_lens_cpu", step.seq_lens_cpu, 1, torch.device("cpu"))
-        self._check_batch(step)
-        self._check_lengths(step)
-        self._check_ragged(step)
-
-    def _check_batch(self, step: StepInput) -> None:
-        live = step.live
-        if live is None:
-            return
-        if live > self.batch:
-            raise InvalidInput(
-                f"the step has {live} requests, this plan holds {self.batch}; plan with max_batch={live}"
-            )
-        for name in ("block_table", "seq_lens", "seq_lens_cpu"):
-            tensor = getattr(step, name)
-            if tensor is not None and tensor.shape[0] != live:
-                raise InvalidInput(f"{name} has {tensor.shape[0]} rows, it takes {live}, one a request")
-
-    def _check_lengths(self, step: StepInput) -> None:
-        known = step.seq_lens_cpu
-        if known is None and step.seq_lens is not None and step.seq_lens.device.type == "cpu":
-            known = step.seq_lens
-        if known is None or known.numel() == 0:
-            return
-        least, most = (int(v) for v in torch.aminmax(known))
-        if least < 0:
-            raise InvalidInput(f"seq_lens holds {least}, it takes lengths of at least 0")
-        if most > self.max_seq_len:
-            raise InvalidInput(
-                f"seq_lens holds {most}, it takes at most {self.max_seq_len}, this plan's max_seq_len; plan with a larger one"
-            )
-        width = None if step.block_table is None else int(step.block_table.shape[1])
-        if width is not None and most > width * self.page_size:
-            raise InvalidInput(
-                f"seq_lens holds {most}, but block_table [{step.live}, {width}] with page_size {self.page_size} "
-                f"has room for {width * self.page_size}; pass a wider table"
-            )
-
-    def _check_ragged(self, step: StepInput) -> None:
-        if step.cu_q_lens is None:
-            return
-        if not self.ragged:
-            raise InvalidInput("cu_q_lens is given, but this plan's queries are uniform; plan with cu_q_lens")
-        check_ints("cu_q_lens", step.cu_q_lens, 1, self.device)
-        live = step.live
-        if step.cu_q_lens.shape[0] != (live or 0) + 1:
-            raise InvalidInput(
-                f"cu_q_lens has {step.cu_q_lens.shape[0]} entries, it takes {(live or 0) + 1}, one a request and one more"
-            )
-        if step.cu_q_lens.device.type == "cpu":
-            q_lens = step.cu_q_lens.diff()
-            if int(step.cu_q_lens[0]) != 0 or bool((q_lens < 0).any()):
-                raise InvalidInput("cu_q_lens must start at 0 and not decrease")
-            if q_lens.numel() and int(q_lens.max()) > self.q_len:
-                raise InvalidInput(
-                    f"cu_q_lens holds a request of {int(q_lens.max())} rows, this plan's max_q_len is {self.q_len}"
-                )
+        self.room.check(step, self.seq_lens if self.device.type == "cpu" else None)
 
     def fill(self, step: StepInput) -> None:
         """Write a checked step; rows past the live ones become empty."""
         live = step.live
         self._known = step.seq_lens_cpu
+        table, lengths = self._apart(step.block_table), self._apart(step.seq_lens)
         if live is not None and live < self.batch:
             self.seq_lens[live:].zero_()
-        if step.block_table is not None:
-            width = min(int(step.block_table.shape[1]), int(self.block_table.shape[1]))
-            self.block_table[:live, :width].copy_(step.block_table[:, :width])
-        if step.seq_lens is not None:
+        if table is not None:
+            width = min(int(table.shape[1]), int(self.block_table.shape[1]))
+            self.block_table[:live, :width].copy_(table[:, :width])
+        if lengths is not None:
             # Lengths that only the device knows are held inside the table: a kernel must not read past it.
             room = self.max_seq_len
-            if step.block_table is not None:
-                room = min(room, int(step.block_table.shape[1]) * self.page_size)
-            torch.clamp(step.seq_lens, 0, room, out=self.seq_lens[:live])
+            if table is not None:
+                room = min(room, int(table.shape[1]) * self.page_size)
+            if lengths.dtype == torch.int32:
+                torch.clamp(lengths, 0, room, out=self.seq_lens[:live])
+            else:
+                self.seq_lens[:live].copy_(lengths.long().clamp(0, room))
         elif step.seq_lens_cpu is not None:
             self._upload(step.seq_lens_cpu, self.seq_lens[:live])
+        elif table is not None:
+            self.seq_lens[:live].clamp_(max=int(table.shape[1]) * self.page_size)
         if step.cu_q_lens is not None:
             self.cu_q_lens[: len(step.cu_q_lens)].copy_(step.cu_q_lens)
             if len(step.cu_q_lens) < len(self.cu_q_lens):
@@ -256,6 +162,14 @@ class Buffers:
                     step.cu_q_lens[-1:].expand(len(self.cu_q_lens) - len(step.cu_q_lens))
                 )
         self.clamp()
+
+    def _apart(self, given: Tensor | None) -> Tensor | None:
+        """What the caller gave, copied where it is a part of these buffers, as an engine that drops requests may give it."""
+        if given is None:
+            return None
+        mine = self.block_table if given.ndim == 2 else self.seq_lens
+        shared = given.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+        return given.clone() if shared and given.data_ptr() != mine.data_ptr() else given
 
     def clamp(self) -> None:
         """Recompute what kernels see from the buffers, on the device; capturable."""
@@ -286,10 +200,12 @@ class Buffers:
         if self._known is None:
             seq_lens = self.seq_lens.cpu()
         else:
-            seq_lens = torch.zeros(self.batch, dtype=torch.int32)
+            seq_lens = torch.zeros(self.batch, dtype=torch.int32, device="cpu")
             seq_lens[: len(self._known)] = self._known
         cu_q_lens = (
-            self.cu_q_lens.cpu() if self.ragged else torch.arange(self.batch + 1, dtype=torch.int32) * self.q_len
+            self.cu_q_lens.cpu()
+            if self.ragged
+            else torch.arange(self.batch + 1, dtype=torch.int32, device="cpu") * self.q_len
         )
         return HostLengths(seq_lens, cu_q_lens)
 
@@ -299,7 +215,8 @@ class Buffers:
             return
         if not self._staging:
             for _ in range(_SLOTS):
-                self._staging.append((torch.empty(self.batch, dtype=torch.int32, pin_memory=True), torch.cuda.Event()))
+                pinned = torch.empty(self.batch, dtype=torch.int32, device="cpu", pin_memory=True)
+                self._staging.append((pinned, torch.cuda.Event()))
         staging, done = self._staging[self._turn]
         self._turn = (self._turn + 1) % _SLOTS
         done.synchronize()

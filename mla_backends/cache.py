@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.errors import InvalidInput, shown
+from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.formats import Format, format_named
+from mla_backends.graph_node import is_same_memory, numbered
 from mla_backends.pages import (
     alignment_of,
     are_apart,
@@ -22,7 +23,6 @@ from mla_backends.pages import (
     field_values,
     layout_of,
     rows_of,
-    whole_number,
     zeros,
 )
 
@@ -69,6 +69,7 @@ class PagedCache:
         latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
         latent_heads, rope_heads: [pages, page_size, 1, L] and [.., R], the same with the one KV head as an axis.
         scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
+        number: how a compiled graph finds it.
 
     Raises:
         InvalidInput: where dtype, widths, strides or scale are not those of the format.
@@ -84,6 +85,7 @@ class PagedCache:
         "kv_scale",
         "latent",
         "latent_heads",
+        "number",
         "page_size",
         "rope",
         "rope_heads",
@@ -95,6 +97,7 @@ class PagedCache:
     format: Format
     page_size: int
     kv_scale: float | Tensor | None
+    number: int
     facts: CacheFacts
     rows: Tensor
     heads: Tensor
@@ -124,6 +127,7 @@ class PagedCache:
         put(self, "format", format)
         put(self, "page_size", page_size)
         put(self, "kv_scale", kv_scale)
+        put(self, "number", numbered(self))
         put(self, "scale", device_scale(kv_scale, layout, rows.device))
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
@@ -162,6 +166,19 @@ class PagedCache:
         shape = (whole_number("num_pages", num_pages), whole_number("page_size", page_size))
         data = zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
         return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+
+    def over(self, rows: Tensor) -> PagedCache:
+        """This cache, or one like it over other memory [pages, page_size, row]."""
+        if is_same_memory(rows, self.rows):
+            return self
+        f = self.facts
+        return PagedCache(
+            rows,
+            f.format,
+            kv_scale=self.kv_scale,
+            kv_lora_rank=f.kv_lora_rank,
+            qk_rope_head_dim=f.qk_rope_head_dim,
+        )
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a PagedCache is immutable, so {name} cannot be set; make another one over the same data")
@@ -234,6 +251,9 @@ class PagedCache:
             InvalidInput: where widths, counts, dtypes or devices disagree.
         """
         f = self.facts
+        if not isinstance(kv_c, Tensor) or not isinstance(k_pe, Tensor) or not isinstance(slot_mapping, Tensor):
+            found = " and ".join(map(shown, (kv_c, k_pe, slot_mapping)))
+            raise InvalidInput(f"kv_c, k_pe and slot_mapping are {found}, they take tensors")
         if kv_c.shape[1:] != (f.kv_lora_rank,) or k_pe.shape[1:] != (f.qk_rope_head_dim,):
             raise InvalidInput(
                 f"kv_c is {list(kv_c.shape)} and k_pe {list(k_pe.shape)}, this cache takes kv_c [>=T, {f.kv_lora_rank}] "

@@ -13,7 +13,6 @@ import torch
 
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter
-from mla_backends.buffers import StepInput
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
@@ -21,6 +20,7 @@ from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan, Recipe
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
+from mla_backends.steps import StepInput
 from mla_backends.support import Refusal
 
 __all__ = ["SWITCH", "Proofs", "prove"]
@@ -30,6 +30,12 @@ SWITCH = "MLA_BACKENDS_CANARY"
 
 TOLERANCE = {"bf16": 2e-2, "fp16": 2e-2, "fp32": 1e-5, "fp8": 8e-2, "fp8_ds_mla": 2e-2}
 """Relative error of out: garbage is off by 0.5 and more, rounding by a quarter of these."""
+
+LSE_TOLERANCE = 0.1
+"""Absolute error of lse: another base is off by a third of it, rounding by thousandths."""
+
+MOST_ROWS = 8
+"""Query rows a request of the tiny problem: the truth is slow, and no kernel changes its instantiation past them."""
 
 Instance = tuple[object, ...]
 _SEQ_LENS = (130, 7)
@@ -74,7 +80,7 @@ def _instance(adapter: Adapter, problem: Problem, where: torch.device) -> Instan
         adapter.conventions_of(problem).padded(problem.num_heads),
         problem.page_size,
         (problem.kv_lora_rank, problem.qk_rope_head_dim),
-        problem.q_len,
+        min(problem.q_len, MOST_ROWS),
         problem.ragged,
         problem.causal,
         problem.needs_lse,
@@ -106,29 +112,27 @@ def prove(adapter: Adapter, serving: Serving, problem: Problem, device: Device, 
 
 
 def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device, where: torch.device) -> float:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).mul_(0.5).to(where)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu").mul_(0.5).to(where)
 
     page_size, heads = problem.page_size, problem.num_heads
     width, rope_width = problem.kv_lora_rank, problem.qk_rope_head_dim
     columns = -(-max(_SEQ_LENS) // page_size)
+    layout = format_named(problem.cache_format)
     cache = PagedCache.allocate(
         2 * columns + 1,
         page_size,
-        format_named(problem.cache_format).name,
+        layout.name,
         where,
         kv_lora_rank=width,
         qk_rope_head_dim=rope_width,
     )
     slots = torch.arange(cache.num_slots, device=where)
-    cache.write(
-        normal(len(slots), width).to(_model_dtype(problem)),
-        normal(len(slots), rope_width).to(_model_dtype(problem)),
-        slots,
-    )
-    tiny = replace(problem, batch=2, max_seq_len=max(_SEQ_LENS))
+    stored: torch.dtype = getattr(torch, layout.query_dtype)
+    cache.write(normal(len(slots), width).to(stored), normal(len(slots), rope_width).to(stored), slots)
+    tiny = replace(problem, batch=2, q_len=min(problem.q_len, MOST_ROWS), max_seq_len=max(_SEQ_LENS))
     recipe = Recipe(
         adapter=adapter,
         serving=serving,
@@ -147,22 +151,21 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
     step = StepInput()
     if problem.topk is None:
         step = StepInput(
-            (torch.randperm(2 * columns, generator=generator) + 1).view(2, columns).int().to(where),
+            (torch.randperm(2 * columns, generator=generator, device="cpu") + 1).view(2, columns).int().to(where),
             torch.tensor(_SEQ_LENS, dtype=torch.int32, device=where),
-            torch.tensor(_SEQ_LENS, dtype=torch.int32),
-            torch.tensor([0, problem.q_len, problem.q_len + 1], dtype=torch.int32, device=where)
-            if problem.ragged
-            else None,
+            torch.tensor(_SEQ_LENS, dtype=torch.int32, device="cpu"),
+            torch.tensor([0, tiny.q_len, tiny.q_len + 1], dtype=torch.int32, device=where) if problem.ragged else None,
         )
-    plan = DecodePlan.start(recipe, batch=2, q_len=problem.q_len, step=step)
-    lead = (problem.q_len + 1,) if problem.ragged else (2, problem.q_len)
+    plan = DecodePlan.start(recipe, batch=2, q_len=tiny.q_len, step=step)
+    lead = (tiny.q_len + 1,) if problem.ragged else (2, tiny.q_len)
     query = Query.from_parts(*(normal(*lead, heads, w).to(recipe.q_dtype) for w in (width, rope_width)))
     indices = None
     if problem.topk is not None:
-        indices = torch.randint(0, cache.num_slots, (*lead, problem.topk), generator=generator, dtype=torch.int32).to(
-            where
-        )
-    got = plan.run(query, cache, indices=indices).out.double().cpu()
+        shape = (*lead, problem.topk)
+        picked = torch.randint(0, cache.num_slots, shape, generator=generator, dtype=torch.int32, device="cpu")
+        indices = picked.to(where)
+    decoded = plan.run(query, cache, indices=indices)
+    got = decoded.out.double().cpu()
     values = cache.dequantized()
     if indices is not None:
         want = reference_sparse(
@@ -183,7 +186,20 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
             attn_sink=recipe.attn_sink,
         )
     truth = want.out.cpu()
+    if decoded.lse is not None:
+        assert want.lse is not None
+        _compare_lse(decoded.lse.double().cpu(), want.lse.cpu())
     return float((got - truth).norm() / truth.norm())
+
+
+def _compare_lse(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Raises ArithmeticError where rows without keys differ, or a logarithm is far off."""
+    is_empty = want.isinf()
+    if not torch.equal(got[is_empty], want[is_empty]):
+        raise ArithmeticError("the lse of a row without keys is not -inf")
+    error = (got - want)[~is_empty].abs()
+    if error.numel() and not float(error.max()) <= LSE_TOLERANCE:
+        raise ArithmeticError(f"lse is off by {float(error.max()):.2g}, allowed {LSE_TOLERANCE:g}")
 
 
 def _model_dtype(problem: Problem) -> torch.dtype:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -71,34 +71,40 @@ def serving(adapter: Adapter) -> Serving:
 
 def is_installed(provider: Provider) -> bool:
     """Whether the provider's top-level package can be found, without importing it."""
-    return importlib.util.find_spec(provider.module.partition(".")[0]) is not None
+    try:
+        return importlib.util.find_spec(provider.module.partition(".")[0]) is not None
+    except ValueError:  # a module that is loaded without a spec, as a test's stand-in may be
+        return True
 
 
 @cache
 def installed() -> tuple[Entry, ...]:
     """Every adapter behind the entry point group, in the order of their modules' names."""
-    found: list[Entry] = []
+    found: tuple[Entry, ...] = ()
     for point in sorted(metadata.entry_points(group=GROUP), key=lambda p: p.name != "bundled"):
-        try:
-            module = point.load()
-        except Exception as error:  # a third party's module may raise anything
-            found.append(Broken(point.name, f"{type(error).__name__}: {error}"))
-            continue
-        found.extend(_adapters_of(module))
-    return as_entries(found)
+        for name, load in _modules_of(point):
+            try:
+                found = as_entries((*found, *load().ADAPTERS))
+            except (Exception, SystemExit) as error:  # a file that was dropped in may raise anything
+                # A name is taken once, also that of a file whose adapters clash with another's.
+                listed = name if all(name != entry.name for entry in found) else f"{point.name}:{name}"
+                found = (*found, Broken(listed, f"{type(error).__name__}: {error}"))
+    return found
 
 
-def _adapters_of(module: Any) -> Iterator[Entry]:
-    """A module's own ADAPTERS, or those of the modules in a package."""
-    if hasattr(module, "ADAPTERS"):
-        yield from module.ADAPTERS
+def _modules_of(point: metadata.EntryPoint) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """The module that an entry point names or, where that is a package without ADAPTERS, each module in it."""
+    try:
+        module = point.load()
+    except (Exception, SystemExit):
+        # Loading it again raises again, where it is listed with its error.
+        yield point.name, point.load
+        return
+    if hasattr(module, "ADAPTERS") or not hasattr(module, "__path__"):
+        yield point.name, lambda: module
         return
     for info in sorted(pkgutil.iter_modules(module.__path__), key=lambda i: i.name):
-        try:
-            inner = importlib.import_module(f"{module.__name__}.{info.name}")
-            yield from inner.ADAPTERS
-        except Exception as error:  # a dropped-in file may raise anything
-            yield Broken(info.name, f"{type(error).__name__}: {error}")
+        yield info.name, partial(importlib.import_module, f"{module.__name__}.{info.name}")
 
 
 def as_entries(adapters: Iterable[Any] | Sequence[Any]) -> tuple[Entry, ...]:
@@ -112,6 +118,13 @@ def as_entries(adapters: Iterable[Any] | Sequence[Any]) -> tuple[Entry, ...]:
         entry = given() if isinstance(given, type) and issubclass(given, Adapter) else given
         if not isinstance(entry, Adapter | Broken):
             raise InvalidInput(f"adapters holds {entry!r}, it takes objects of mla_backends.adapter.Adapter")
+        missing = [
+            name
+            for name in ("name", "support", "conventions")
+            if not hasattr(entry, name) and isinstance(entry, Adapter)
+        ]
+        if missing:
+            raise InvalidInput(f"adapter {type(entry).__name__} declares no {', '.join(missing)}, it takes all three")
         if any(entry.name == other.name for other in entries):
             raise InvalidInput(f"two adapters are called {entry.name!r}, a name is taken once; rename one of them")
         entries.append(entry)

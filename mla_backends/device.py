@@ -48,7 +48,7 @@ class Device:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise InvalidInput(f'device is {device!r}, it takes "cpu", "cuda" or "cuda:<index>"') from error
         if device.type == "cpu":
             return cls(None, "cpu")
@@ -75,7 +75,7 @@ class Device:
             match = re.fullmatch(r"sm_?(\d+)(\d)[af]?", capability.strip().lower())
             if match:
                 return cls((int(match[1]), int(match[2])))
-        elif isinstance(capability, tuple) and len(capability) == 2 and all(isinstance(n, int) for n in capability):
+        elif isinstance(capability, tuple) and len(capability) == 2 and all(type(n) is int for n in capability):
             return cls((capability[0], capability[1]))
         raise InvalidInput(f'capability is {capability!r}, it takes (9, 0), "sm90", "cpu" or a Device')
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from mla_backends.errors import InvalidInput
 
-__all__ = ["E4M3_MAX", "FORMATS", "INDEXER", "CacheFormat", "Field", "Format", "format_named"]
+__all__ = ["E4M3_MAX", "FORMATS", "INDEXER", "CacheFormat", "Field", "Format", "format_named", "is_float32_scale"]
 
 Format = Literal["bf16", "fp16", "fp32", "fp8", "fp8_ds_mla"]
 
@@ -110,6 +110,15 @@ INDEXER: tuple[Field, ...] = (
 
 Source: indexer_k_quant_and_cache of vLLM, csrc/cache_kernels.cu.
 """
+
+
+LEAST_SCALE, MOST_SCALE = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+"""The least normal and the largest float32."""
+
+
+def is_float32_scale(value: float) -> bool:
+    """Whether a scale stays positive and finite as the float32 that kernels read."""
+    return LEAST_SCALE <= value <= MOST_SCALE
 
 
 def format_named(name: str) -> CacheFormat:

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.errors import InvalidInput, shown
+from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.formats import INDEXER, INDEXER_WIDTH, Field
-from mla_backends.pages import alignment_of, field_values, whole_number
+from mla_backends.pages import alignment_of, field_values
 
 __all__ = ["IndexerCache"]
 

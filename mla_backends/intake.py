@@ -1,7 +1,8 @@
 """How a caller's query becomes the kernel's: heads padded, packed, quantised, where the kernel wants that and only there.
 
 What it takes is settled once a Query object and remembered until another one comes, so that 61 layers
-with one buffer cost one comparison each. Buffers are made when a query is admitted, never in a later `run`.
+with one buffer cost one comparison each. The buffers that queries are brought into live as long as the plan,
+whatever queries come between: captured graphs hold their addresses.
 """
 
 from __future__ import annotations
@@ -54,11 +55,16 @@ class Intake:
         self._kernel_dtype = E4M3 if self._quantizes else q_dtype
         self._is_measured = self._quantizes and q_scale is None
         self._scale: Tensor | None = None
-        if self._quantizes and q_scale is not None:
-            given = q_scale if isinstance(q_scale, Tensor) else torch.full((1,), float(q_scale), device=device)
-            self._scale = given.reshape(1)
+        """Of every query that is quantised here: the caller's, or where the measured one is written."""
+        if isinstance(q_scale, Tensor):
+            self._scale = q_scale.detach().reshape(1) if self._quantizes else None
+        elif self._quantizes:
+            value = 1.0 if q_scale is None else float(q_scale)
+            self._scale = torch.full((1,), value, dtype=torch.float32, device=device)
+        self._staged: list[Tensor] = []
+        """[rows, H', D] zeros in padded heads; the last one is in use, those outgrown may still be in a captured graph."""
         self._lead = torch.Size((buffers.batch, buffers.q_len))
-        self._last: Query | None = None
+        self._last: object = self  # no query yet, and nothing that a caller could pass
         self._brought: Query | None = None
         self._copy: Callable[[], None] | None = None
 
@@ -72,11 +78,11 @@ class Intake:
         if problem.ragged:
             lead = (buffers.batch * buffers.q_len,)
         shape = (*lead, self._heads, problem.row_width)
-        packed = torch.zeros(shape, dtype=self._kernel_dtype, device=self._device)
+        packed = self._zeros(shape, self._kernel_dtype)
         if not self._is_measured:
             return Query.from_packed(packed, problem.kv_lora_rank, scale=self._scale)
-        staging = Query.from_packed(torch.zeros(shape, dtype=self._q_dtype, device=self._device), problem.kv_lora_rank)
-        scale = torch.ones(1, dtype=torch.float32, device=self._device)
+        staging = Query.from_packed(self._zeros(shape, self._q_dtype), problem.kv_lora_rank)
+        scale = self._zeros((1,), torch.float32).fill_(1.0)
         query = Query.from_packed(packed, problem.kv_lora_rank, scale=scale)
         return query.written_through(staging, lambda: self._quantize(query, staging, scale))
 
@@ -88,6 +94,12 @@ class Intake:
         """
         if query is not self._last:
             self._admit(query)
+        if self._problem.ragged and self._device.type == "cpu":
+            tokens, wanted = len(query.latent), int(self._buffers.cu_q_lens[-1])
+            if tokens < wanted:
+                raise InvalidInput(
+                    f"the query has {tokens} tokens, cu_q_lens ends at {wanted}; it takes that many or more"
+                )
         if self._copy is not None:
             self._copy()
         assert self._brought is not None
@@ -98,21 +110,27 @@ class Intake:
         batched = query if self._problem.ragged else query.with_leading(self._lead)
         brought, copy = batched, None
         if query.dtype != self._kernel_dtype:
-            brought = self._buffer(
-                batched, E4M3, self._scale if self._scale is not None else torch.ones(1, device=self._device)
-            )
+            brought = self._buffer(batched, self._scale)
             copy = self._quantizer(brought, batched)
         elif query.num_heads != self._heads or (self._is_packed and not query.is_packed) or not _is_aligned(batched):
-            brought = self._buffer(batched, query.dtype, query.scale)
+            brought = self._buffer(batched, query.scale)
             copy = self._copier(brought, batched)
         self._last, self._brought, self._copy = query, brought, copy
 
-    def _buffer(self, query: Query, dtype: torch.dtype, scale: Tensor | None) -> Query:
-        """A packed query of the kernel's heads, zeros, with the leading shape of `query`."""
-        shape = (*query.latent.shape[:-2], self._heads, self._problem.row_width)
-        return Query.from_packed(
-            torch.zeros(shape, dtype=dtype, device=self._device), self._problem.kv_lora_rank, scale=scale
-        )
+    def _buffer(self, query: Query, scale: Tensor | None) -> Query:
+        """A packed query of the kernel's heads and dtype, with the leading shape of `query`, in the plan's own memory."""
+        lead, problem = query.latent.shape[:-2], self._problem
+        rows, room = lead.numel(), self._lead.numel()
+        if not self._staged or len(self._staged[-1]) < rows:
+            shape = (max(rows, room), self._heads, problem.row_width)
+            self._staged.append(self._zeros(shape, self._kernel_dtype))
+        packed = self._staged[-1][:rows].view(*lead, self._heads, problem.row_width)
+        return Query.from_packed(packed, problem.kv_lora_rank, scale=scale)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory that can be written in any mode, whichever it is made in."""
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _copier(self, into: Query, query: Query) -> Callable[[], None]:
         views = tuple(by_tokens(into.packed[..., : query.num_heads, :], query.latent, query.rope))
@@ -133,7 +151,10 @@ class Intake:
         heads = query.num_heads
         if self._is_measured:
             buffers = self._buffers
-            latent, rope = query.latent.flatten(0, -3), query.rope.flatten(0, -3)
+            # Padded heads may hold anything, and their values must not widen the scale.
+            latent, rope = (
+                part[..., : self._problem.num_heads, :].flatten(0, -3) for part in (query.latent, query.rope)
+            )
             lengths = None if self._problem.topk is not None else buffers.seq_lens
             ops.query_scale(
                 scale, latent, rope, lengths, buffers.cu_q_lens if self._problem.ragged else None, buffers.q_len

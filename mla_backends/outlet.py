@@ -61,16 +61,12 @@ class Outlet:
         """The caller's `out` as the kernel can write it, [B, q, H, L] or [T, H, L]; None where it cannot.
 
         Raises:
-            InvalidInput: for an `out` of another shape, dtype, device or last stride.
+            InvalidInput: for an `out` of another shape, dtype or device, or that cannot be written in place.
         """
         if out is None:
             return None
         shape = (*query.latent.shape[:-2], self._num_heads, self._problem.kv_lora_rank)
-        if tuple(out.shape) != shape or out.dtype != self._out_dtype or out.device != self._device:
-            raise InvalidInput(
-                f"out is {list(out.shape)} {out.dtype} on {out.device}, "
-                f"it takes {list(shape)} {self._out_dtype} on {self._device}"
-            )
+        _check_result("out", out, shape, self._out_dtype, self._device)
         if not self._can_write or not out.is_contiguous():
             return None
         return out if self._problem.ragged or out.ndim == 4 else out.unsqueeze(1)
@@ -95,7 +91,7 @@ class Outlet:
         if self._is_padded:
             raw = raw[..., : self._num_heads, :]
         ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse)
-        wanted = self._given_lse(query, lse)
+        wanted = self._shaped(lse)
         if self._overwrites or self._converts:
             into = ours if wanted is None else wanted
             ops.finish_rows(
@@ -119,12 +115,16 @@ class Outlet:
         return Decoded(raw if out is None else out, ours if lse is None else lse)
 
     def nothing(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
-        """The result for no rows, without a launch."""
+        """The result where no row sees a key, without a kernel. Only a ragged plan may have rows then."""
         shape = (*query.latent.shape[:-2], self._num_heads)
         if out is None:
             out = torch.empty(*shape, self._problem.kv_lora_rank, dtype=self._out_dtype, device=self._device)
         if lse is None and self._problem.needs_lse:
             lse = torch.empty(shape, dtype=torch.float32, device=self._device)
+        if out.numel():
+            out.zero_()
+        if lse is not None and lse.numel():
+            lse.fill_(float("-inf"))
         return Decoded(out, lse)
 
     def _ordered(self, lse: Tensor) -> Tensor:
@@ -136,15 +136,33 @@ class Outlet:
             lse = lse.unflatten(0, (buffers.batch, buffers.q_len))
         return lse[..., : self._num_heads] if self._is_padded else lse
 
-    def _given_lse(self, query: Query, lse: Tensor | None) -> Tensor | None:
-        """The caller's lse with the kernel's rank."""
-        if lse is None:
-            return None
+    def check_lse(self, query: Query, lse: Tensor) -> None:
+        """Refuse an `lse` that nothing can be written into.
+
+        Raises:
+            InvalidInput: as for `out`, and where the plan was made without return_lse.
+        """
         if not self._problem.needs_lse:
-            raise InvalidInput("lse is given, but this plan was made without return_lse")
+            raise InvalidInput("lse is given, but this plan was made without it; plan with return_lse=True")
         shape = (*query.latent.shape[:-2], self._num_heads)
-        if tuple(lse.shape) != shape or lse.dtype != torch.float32 or lse.device != self._device:
-            raise InvalidInput(
-                f"lse is {list(lse.shape)} {lse.dtype} on {lse.device}, it takes {list(shape)} float32 on {self._device}"
-            )
-        return lse if self._problem.ragged or lse.ndim == 3 else lse.unsqueeze(1)
+        _check_result("lse", lse, shape, torch.float32, self._device)
+
+    def _shaped(self, lse: Tensor | None) -> Tensor | None:
+        """The caller's lse with the kernel's rank."""
+        if lse is None or self._problem.ragged or lse.ndim == 3:
+            return lse
+        return lse.unsqueeze(1)
+
+
+def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what a result cannot be written into."""
+    taken = f"{list(shape)} {dtype} on {device}"
+    if not isinstance(given, Tensor):
+        raise InvalidInput(f"{name} is a {type(given).__name__}, it takes {taken}")
+    if given.shape != shape or given.dtype != dtype or given.device != device:
+        raise InvalidInput(f"{name} is {list(given.shape)} {given.dtype} on {given.device}, it takes {taken}")
+    if given.requires_grad:
+        raise InvalidInput(f"{name} requires grad, it takes a tensor to write into; pass {name}.detach()")
+    strides = given.stride()
+    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(shape, strides, strict=True)):
+        raise InvalidInput(f"{name} has strides {strides}, it takes memory for each value; clone an expanded tensor")

@@ -11,12 +11,10 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from mla_backends.errors import InvalidInput, shown
-from mla_backends.formats import CacheFormat, Field, format_named
+from mla_backends.errors import InvalidInput, shown, whole_number
+from mla_backends.formats import CacheFormat, Field, format_named, is_float32_scale
 
-__all__ = ["alignment_of", "are_apart", "device_scale", "field_values", "layout_of", "rows_of", "whole_number", "zeros"]
-
-_FLOAT32 = torch.finfo(torch.float32)
+__all__ = ["alignment_of", "are_apart", "device_scale", "field_values", "layout_of", "rows_of", "zeros"]
 
 
 def layout_of(format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> CacheFormat:
@@ -29,12 +27,6 @@ def layout_of(format: str, kv_lora_rank: int, qk_rope_head_dim: int) -> CacheFor
             f"{' + '.join(map(str, layout.widths or ()))}; take another format for this model"
         )
     return layout
-
-
-def whole_number(name: str, value: int, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
-    return value
 
 
 def are_apart(row: int, *axes: tuple[int, int]) -> bool:
@@ -82,7 +74,7 @@ def rows_of(data: Tensor, layout: CacheFormat, kv_lora_rank: int, qk_rope_head_d
         )
     if wrong:
         raise InvalidInput("; ".join(wrong))
-    rows = data.as_strided(data.shape, (page_stride, row_stride, 1))
+    rows = data.detach().as_strided(data.shape, (page_stride, row_stride, 1))
     return rows.view(dtype_named(layout.dtypes[0]))
 
 
@@ -103,7 +95,7 @@ def device_scale(kv_scale: float | Tensor | None, layout: CacheFormat, device: t
         return torch.ones(1, dtype=torch.float32, device=device)
     if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a float, a tensor of one float32, or None for 1.0")
-    if not _FLOAT32.tiny <= kv_scale <= _FLOAT32.max:
+    if not is_float32_scale(float(kv_scale)):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a number that is positive and finite in float32")
     return torch.full((1,), float(kv_scale), dtype=torch.float32, device=device)
 

@@ -16,17 +16,21 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
-from mla_backends.buffers import Buffers, StepInput
-from mla_backends.cache import CacheFacts, PagedCache
+from mla_backends.buffers import Buffers
+from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
-from mla_backends.errors import InvalidInput
+from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.graph_node import numbered, run_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
+from mla_backends.steps import StepInput, check_tensor
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
+
+_is_compiling = torch.compiler.is_compiling
 
 
 def cache_facts(cache: PagedCache) -> dict[str, Any]:
@@ -91,6 +95,12 @@ class DecodePlan:
         seq_lens: [B] int32, the plan's own, None when sparse. An engine may write into both, then `refresh()`.
     """
 
+    problem: Problem
+    adapter: str
+    update_mode: Literal["device", "host"]
+    block_table: Tensor | None
+    seq_lens: Tensor | None
+
     def __init__(self, recipe: Recipe, buffers: Buffers) -> None:
         adapter, problem = recipe.adapter, recipe.problem
         self._recipe = recipe
@@ -100,13 +110,15 @@ class DecodePlan:
         self.problem = problem
         self.adapter = adapter.name
         self.quantizes_query = self._conventions.query_dtype == "float8_e4m3fn"
-        self.update_mode: Literal["device", "host"] = "host" if self._conventions.metadata == "host" else "device"
-        self.block_table: Tensor | None = None if self._is_sparse else buffers.block_table
-        self.seq_lens: Tensor | None = None if self._is_sparse else buffers.seq_lens
+        self.update_mode = "host" if self._conventions.metadata == "host" else "device"
+        self.block_table = None if self._is_sparse else buffers.block_table
+        self.seq_lens = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
         self._views: dict[int, DecodePlan] = {}
-        self._accepted: CacheFacts | None = None
+        # The facts of the last cache, one object for equal ones; nothing is it before the first.
+        self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
+        self._number = numbered(self)
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -123,6 +135,12 @@ class DecodePlan:
         Raises:
             InvalidInput: for a step that does not fit.
         """
+        # What is made in inference mode cannot be written outside of it, and a plan outlives the mode that it is made in.
+        with torch.inference_mode(False):
+            return cls._start(recipe, batch, q_len, step)
+
+    @classmethod
+    def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
         conventions = recipe.adapter.conventions_of(recipe.problem)
         buffers = Buffers.allocate(
             batch,
@@ -191,21 +209,26 @@ class DecodePlan:
         Raises:
             InvalidInput: before anything is changed.
         """
-        if max_seq_len is not None and max_seq_len > self._recipe.max_seq_len:
+        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, least=0) > self._recipe.max_seq_len:
             raise InvalidInput(
                 f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
             )
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
-        if self._is_sparse and step.live is not None:
+        if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
         if self.update_mode == "device":
             self._buffers.fill(step)
             self._replan()
             return
-        with self._buffers.restored_on_error():
-            self._buffers.fill(step)
+        try:
+            with self._buffers.restored_on_error():
+                self._buffers.fill(step)
+                self._replan()
+        except BaseException:
+            # The kernel, or a view before the one that failed, may have planned the step that was taken back.
             self._replan()
+            raise
 
     def refresh(self) -> None:
         """Recompute kernel metadata from the plan's own buffers, on the device; can be captured.
@@ -238,14 +261,15 @@ class DecodePlan:
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
         """
-        if batch == self._buffers.batch:
+        if whole_number("batch", batch) == self._buffers.batch:
             return self
-        if not 1 <= batch < self._buffers.batch:
+        if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
-            view = DecodePlan(recipe, self._buffers.first(batch))
-            view._replan()
+            with torch.inference_mode(False):
+                view = DecodePlan(recipe, self._buffers.first(batch))
+                view._replan()
             self._views[batch] = view
         return self._views[batch]
 
@@ -282,7 +306,9 @@ class DecodePlan:
         Raises:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
-        if cache.facts is not self._accepted:
+        if _is_compiling():
+            return self._in_graph(query, cache, indices, out, lse)
+        if getattr(cache, "facts", None) is not self._accepted:
             self._accept_cache(cache)
         if (indices is None) == self._is_sparse:
             raise InvalidInput(
@@ -292,17 +318,33 @@ class DecodePlan:
             )
         kernel_query = self._intake.bring(query)
         kernel = self._kernel
-        if kernel is None or kernel_query.latent.shape[0] == 0:
-            return self._outlet.nothing(query, out, lse)
+        if lse is not None:
+            self._outlet.check_lse(query, lse)
+        target = self._outlet.target(query, out)
         if indices is not None:
             indices = self._sanitized(indices, query, cache)
-        target = self._outlet.target(query, out)
+        if kernel is None or kernel_query.latent.shape[0] == 0:
+            return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
             with torch.cuda.device(self._recipe.where):
                 raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
                 return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
         raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
         return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+
+    def _in_graph(
+        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None, lse: Tensor | None
+    ) -> Decoded:
+        """The same run as one node of the graph that torch.compile is making."""
+        shape = (*query.latent.shape[:-2], self.problem.num_heads)
+        where = self._recipe.where
+        if out is None:
+            out = torch.empty((*shape, self.problem.kv_lora_rank), dtype=self._recipe.q_dtype, device=where)
+        if lse is None and self.problem.needs_lse:
+            lse = torch.empty(shape, dtype=torch.float32, device=where)
+        parts = (query.latent, query.rope, query.scale, cache.rows, indices)
+        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, out, lse)
+        return Decoded(out, lse)
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""
@@ -317,7 +359,7 @@ class DecodePlan:
                 raise InvalidInput(f"the cache's {name} is {getattr(cache, name)}, this plan was made for {planned}")
         if cache.device != recipe.where:
             raise InvalidInput(f"the cache is on {cache.device}, this plan's tensors are on {recipe.where}")
-        if cache.num_pages < recipe.num_pages:
+        if cache.num_pages != recipe.num_pages:
             raise InvalidInput(f"the cache has {cache.num_pages} pages, this plan was made for {recipe.num_pages}")
         refusals = recipe.adapter.refusals(replace(problem, **cache_facts(cache)), recipe.device, forced=True)
         if refusals:
@@ -339,6 +381,7 @@ class DecodePlan:
         assert slots is not None
         assert topk is not None
         wanted = (*query.latent.shape[:-2], topk)
+        check_tensor("indices", indices, f"{list(wanted)} int32")
         if tuple(indices.shape) != wanted or indices.dtype != torch.int32 or indices.device != self._recipe.where:
             raise InvalidInput(
                 f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "

@@ -160,10 +160,11 @@ def softmax_scale(config: Any) -> float:
     Source: DeepseekV3Attention of Hugging Face transformers and DeepSeek-V3's own inference/model.py.
     """
     base = float((_required(config, "qk_nope_head_dim") + _required(config, "qk_rope_head_dim")) ** -0.5)
-    rope = _value(config, "rope_parameters", "rope_scaling") or {}
-    kind = _value(rope, "rope_type", "type") or "default"
-    mscale_all_dim, factor = _value(rope, "mscale_all_dim"), _value(rope, "factor")
-    if kind == "default" or not mscale_all_dim or not factor or factor <= 1:
-        return base
-    mscale = 0.1 * float(mscale_all_dim) * math.log(float(factor)) + 1.0
-    return base * mscale * mscale
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = _value(config, name) or {}
+        mscale_all_dim, factor = _value(rope, "mscale_all_dim"), _value(rope, "factor")
+        if (_value(rope, "rope_type", "type") or "default") == "default" or not mscale_all_dim or not factor:
+            continue
+        mscale = 0.1 * float(mscale_all_dim) * math.log(float(factor)) + 1.0 if factor > 1 else 1.0
+        return base * mscale * mscale
+    return base

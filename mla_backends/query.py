@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.errors import InvalidInput, shown
+from mla_backends.errors import InvalidInput, shown, whole_number
+from mla_backends.graph_node import is_same_memory, numbered
 
 __all__ = ["Query", "by_tokens", "merged", "tokens"]
 
@@ -31,6 +32,7 @@ class Query:
         scale: an e4m3 query's scale, one float32 on the device: value = stored * scale. None for bf16, fp16, fp32.
         facts: (shape of latent, R, dtype, device), for plans to compare.
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
+        number: how a compiled graph finds it.
     """
 
     __slots__ = (
@@ -40,6 +42,7 @@ class Query:
         "facts",
         "is_packed",
         "latent",
+        "number",
         "rope",
         "scale",
         "settle",
@@ -51,6 +54,7 @@ class Query:
     scale: Tensor | None
     facts: tuple[torch.Size, int, torch.dtype, torch.device]
     is_packed: bool
+    number: int
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
     staging: Query | None
@@ -61,6 +65,7 @@ class Query:
     ) -> None:
         """Use `from_parts` or `from_packed`."""
         _check_query(latent, rope, scale)
+        latent, rope = _detached(latent), _detached(rope)
         buffer = _one_buffer(latent, rope) if packed is None else packed
         put = object.__setattr__
         put(self, "latent", latent)
@@ -70,6 +75,7 @@ class Query:
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)
         put(self, "_reshaped", {})
+        put(self, "number", numbered(self))
         put(self, "staging", None)
         put(self, "settle", None)
 
@@ -94,8 +100,10 @@ class Query:
         Raises:
             InvalidInput: if the last dimension is less than kv_lora_rank, and as `from_parts`.
         """
+        whole_number("kv_lora_rank", kv_lora_rank)
         if not isinstance(packed, Tensor) or packed.dim() not in (3, 4) or packed.shape[-1] < kv_lora_rank:
             raise InvalidInput(f"packed is {shown(packed)}, it takes [B, (q,) H, D] with D of at least {kv_lora_rank}")
+        packed = _detached(packed)
         return cls(packed[..., :kv_lora_rank], packed[..., kv_lora_rank:], packed=packed, scale=scale)
 
     def written_through(self, staging: Query, settle: Callable[[], None]) -> Query:
@@ -105,6 +113,13 @@ class Query:
         object.__setattr__(self, "staging", staging)
         object.__setattr__(self, "settle", settle)
         return self
+
+    def over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
+        """This query, or one like it over other memory."""
+        mine, given = (self.latent, self.rope, self.scale), (latent, rope, scale)
+        if all(is_same_memory(a, b) for a, b in zip(mine, given, strict=True)):
+            return self
+        return Query(latent, rope, scale=scale)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(
@@ -175,6 +190,11 @@ class Query:
 def _dense(tensor: Tensor) -> bool:
     """The last dimension has stride 1, or so few values that its stride means nothing."""
     return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 or not tensor.numel()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """Decoding has no gradient; a tensor that wants one would drag its graph along."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _check_query(latent: Tensor, rope: Tensor, scale: Tensor | None) -> None:

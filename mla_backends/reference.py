@@ -52,8 +52,8 @@ def reference_decode(
     values = cache_values.detach().cpu().double()
     table, lengths = block_table.tolist(), seq_lens.tolist()
     rows = query.flatten(0, -3)
-    out = torch.zeros(*rows.shape[:2], latent.shape[-1], dtype=torch.float64)
-    lse = torch.full(rows.shape[:2], -torch.inf, dtype=torch.float64)
+    out = torch.zeros(*rows.shape[:2], latent.shape[-1], dtype=torch.float64, device="cpu")
+    lse = torch.full(rows.shape[:2], -torch.inf, dtype=torch.float64, device="cpu")
     if cu_q_lens is not None:
         starts = cu_q_lens.tolist()
     else:
@@ -95,8 +95,8 @@ def reference_sparse(
     slots = cache_values.detach().cpu().double().flatten(0, 1)
     rows = query.flatten(0, -3)
     chosen = indices.flatten(0, -2).tolist()
-    out = torch.zeros(*rows.shape[:2], latent.shape[-1], dtype=torch.float64)
-    lse = torch.full(rows.shape[:2], -torch.inf, dtype=torch.float64)
+    out = torch.zeros(*rows.shape[:2], latent.shape[-1], dtype=torch.float64, device="cpu")
+    lse = torch.full(rows.shape[:2], -torch.inf, dtype=torch.float64, device="cpu")
     for row, wanted in enumerate(chosen):
         keys = slots[[slot for slot in wanted if 0 <= slot < len(slots)]]
         out[row], lse[row] = _attend(rows[row], keys, latent.shape[-1], softmax_scale, attn_sink)
@@ -106,7 +106,7 @@ def reference_sparse(
 def _paged_keys(values: Tensor, pages: list[int], length: int) -> Tensor:
     """[length, D]: the rows of a request in the order of its tokens."""
     num_pages, page_size, width = values.shape
-    keys = torch.empty(length, width, dtype=torch.float64)
+    keys = torch.empty(length, width, dtype=torch.float64, device="cpu")
     for first in range(0, length, page_size):
         page = pages[first // page_size]
         if not 0 <= page < num_pages:
@@ -124,7 +124,8 @@ def _attend(
     """Attention of one token: query [H, D] over keys [n, D] -> out [H, L], lse [H]."""
     num_heads = query.shape[0]
     if not len(keys):
-        return torch.zeros(num_heads, kv_lora_rank, dtype=torch.float64), torch.full((num_heads,), -torch.inf).double()
+        empty = query.new_zeros(num_heads, kv_lora_rank)
+        return empty, query.new_full((num_heads,), -torch.inf)
     logits = softmax_scale * (query @ keys.T)
     lse = torch.logsumexp(logits, -1)
     denominator = lse if attn_sink is None else torch.logaddexp(lse, attn_sink.detach().cpu().double())

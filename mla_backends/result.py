@@ -23,6 +23,9 @@ class Decoded:
 
     __slots__ = ("lse", "out")
 
+    out: Tensor
+    lse: Tensor | None
+
     def __init__(self, out: Tensor, lse: Tensor | None = None) -> None:
         self.out = out
         self.lse = lse

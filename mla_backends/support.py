@@ -204,8 +204,17 @@ class Verdicts:
         return len(self.entries)
 
     def __getitem__(self, name: str) -> Verdict:
-        """The verdict of the adapter called `name`."""
-        return next(v for v in self.entries if v.name == name)
+        """The verdict of the adapter called `name`.
+
+        Raises:
+            KeyError: if there is none of that name.
+        """
+        for verdict in self.entries:
+            if verdict.name == name:
+                return verdict
+        raise KeyError(
+            f"no verdict on {name!r}, there are those on {', '.join(v.name for v in self.entries) or 'none'}"
+        )
 
     @property
     def chosen(self) -> Verdict | None:

@@ -130,7 +130,7 @@ def _requests(
 def query_scale(
     out: Tensor, latent: Tensor, rope: Tensor, seq_lens: Tensor | None, cu_q_lens: Tensor | None, q_len: int
 ) -> None:
-    amax = torch.zeros((), device=out.device)
+    amax = torch.zeros((), dtype=torch.float32, device=out.device)
     if latent.shape[0] and latent.shape[1]:
         request, _, live = _requests(latent.shape[0], seq_lens, cu_q_lens, q_len, out.device)
         if seq_lens is not None:
@@ -139,7 +139,7 @@ def query_scale(
             if part.shape[-1]:
                 row = _finite_amax(_detached(part).float()).amax((1, 2))
                 amax = torch.maximum(amax, torch.where(live, row, 0.0).amax())
-    largest = torch.full((), E4M3_MAX, device=out.device)
+    largest = torch.full((), E4M3_MAX, dtype=torch.float32, device=out.device)
     out.copy_((amax / largest).clamp_min(QUERY_SCALE_FLOOR).view(1))
 
 
@@ -194,7 +194,7 @@ def _row_bytes(kv_c: Tensor, k_pe: Tensor, format: str, kv_scale: Tensor | None)
     if format != "fp8_ds_mla":
         return torch.cat((kv_c, k_pe), -1)
     tiles = kv_c.float().unflatten(-1, (-1, FP8_DS_MLA_TILE))
-    largest = torch.full((), E4M3_MAX, device=kv_c.device)
+    largest = torch.full((), E4M3_MAX, dtype=torch.float32, device=kv_c.device)
     scales = _power_of_two_above((_finite_amax(tiles) / largest).clamp_min(SCALE_FLOOR))
     rope = k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)
     return torch.cat((_e4m3(tiles, scales).flatten(1), scales.flatten(1).view(torch.uint8), rope), -1)
@@ -206,7 +206,7 @@ def write_cache(
     """kv_scale_value counts where kv_scale is None."""
     tokens, page_size = slots.numel(), data.shape[1]
     if kv_scale is None and kv_scale_value != 1.0:
-        kv_scale = torch.full((), kv_scale_value, device=data.device)
+        kv_scale = torch.full((), kv_scale_value, dtype=torch.float32, device=data.device)
     rows = _row_bytes(_detached(kv_c)[:tokens], _detached(k_pe)[:tokens], format, kv_scale)
     cells = data.view(torch.uint8) if format in ("fp8", "fp8_ds_mla") else data
     source, target, any_inside = _redirected(slots, data.shape[0] * page_size)
@@ -234,7 +234,7 @@ def write_indexer_cache(data: Tensor, k: Tensor, slots: Tensor) -> None:
     tokens, (pages, page_size, _) = slots.numel(), data.shape
     values = _detached(k)[:tokens].float()
     width = values.shape[-1]
-    largest = torch.full((), E4M3_MAX, device=data.device)
+    largest = torch.full((), E4M3_MAX, dtype=torch.float32, device=data.device)
     scales = _power_of_two_above(_finite_amax(values).clamp_min(SCALE_FLOOR) / largest)
     source, target, any_inside = _redirected(slots, pages * page_size)
     rows = torch.cat((_e4m3(values, scales), scales.view(torch.uint8)), -1)[source]

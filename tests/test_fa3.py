@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from mla_adapters import fa3
 
+from mla_adapters import fa3
 from mla_backends.adapter import Absent, Provider
 from mla_backends.backend import Backend, get_backend
 from mla_backends.problem import Problem

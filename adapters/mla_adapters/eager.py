@@ -1,8 +1,9 @@
 """Eager: the decode in torch operations alone, on any device, for every cache format.
 
 What the definition says, in float32 (float64 for an fp32 cache), vectorised over the batch. Keys come
-in blocks of fixed size under a running softmax, so that memory is bounded and a row's bits depend
-neither on the other rows nor on the batch.
+in whole blocks of fixed size under a running softmax, so that memory is bounded and a row's bits do not
+depend on how long the other rows are; with batch_invariant each request is multiplied alone, so that they
+depend on nothing else of the batch either.
 """
 
 from __future__ import annotations
@@ -92,14 +93,16 @@ class EagerKernel(Kernel):
 
         def source(first: int, past: int, groups: slice) -> tuple[Tensor, Tensor]:
             position = torch.arange(first, past, device=step.device)
-            page = table[request[groups]][:, position // page_size].long().clamp(0, cache.num_pages - 1)
+            column = (position // page_size).clamp_(max=table.shape[1] - 1)
+            page = table[request[groups]][:, column].long().clamp(0, cache.num_pages - 1)
             return page * page_size + position % page_size, position < seen[groups].unsqueeze(-1)
 
         return keys, source
 
     def _selected(self, indices: Tensor, num_slots: int) -> tuple[int, KeySource]:
         """Keys by slot."""
-        flat = indices.reshape(-1, indices.shape[-1]).long()
+        topk = indices.shape[-1]
+        flat = torch.nn.functional.pad(indices.reshape(-1, topk).long(), (0, -topk % KEY_BLOCK), value=-1)
 
         def source(first: int, past: int, groups: slice) -> tuple[Tensor, Tensor]:
             slots = flat[groups, first:past]
@@ -113,13 +116,15 @@ class EagerKernel(Kernel):
         out = rows.new_zeros(*rows.shape[:-1], width)
         lse = rows.new_zeros(rows.shape[:-1])
         at_a_time = max(1, MOST_BYTES // (KEY_BLOCK * rows.shape[-1] * rows.element_size()))
+        if self.step.problem.batch_invariant:
+            at_a_time = 1  # a library may multiply another number of matrices in another order
         for start in range(0, len(rows), at_a_time):
             groups = slice(start, start + at_a_time)
             part = rows[groups]
             most, total = part.new_full(part.shape[:-1], float("-inf")), part.new_zeros(part.shape[:-1])
             mixed = out[groups]
             for first in range(0, keys, KEY_BLOCK):
-                slots, seen = source(first, min(first + KEY_BLOCK, keys), groups)
+                slots, seen = source(first, first + KEY_BLOCK, groups)
                 # A row that nobody sees may hold anything, and 0 * NaN is NaN.
                 used = cache.gather(slots).to(part.dtype).masked_fill_(~seen.any(1).unsqueeze(-1), 0.0)
                 scores = (part.flatten(1, 2) @ used.mT).unflatten(1, part.shape[1:3])

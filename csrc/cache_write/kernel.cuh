@@ -1,4 +1,4 @@
-// One warp a token. The row is loaded before the slot is known, so that the two waits overlap.
+// One warp a token. Slot and values are both asked for before either is used, so that the two waits overlap.
 #pragma once
 
 #include "../device.cuh"
@@ -14,11 +14,15 @@ constexpr int kDsMlaRank = 512;
 constexpr int kDsMlaRope = 64;
 constexpr float kLeastScale = 1e-4f;
 
-// The token's row, or null if its slot is outside the cache.
-__device__ __forceinline__ char* row_of(const CacheWriteParams& p, int64_t token) {
-  const int64_t slot = p.slots[token * p.slot_stride];
+__device__ __forceinline__ int64_t slot_of(const CacheWriteParams& p, int64_t token) {
+  return p.slots[token * p.slot_stride];
+}
+
+// The slot's row, or null if it is outside the cache.
+__device__ __forceinline__ char* row_of(const CacheWriteParams& p, int64_t slot) {
   if (slot < 0 || slot >= p.num_slots) return nullptr;
-  return p.data + row_at(slot, p.num_slots, p.page_size, p.page_stride, p.row_stride);
+  const Place place = place_of(slot, p.num_slots, p.page_size);
+  return p.data + place.page * p.page_stride + place.offset * p.row_stride;
 }
 
 // kv_c and k_pe side by side, unchanged. Unit: 16 bytes, or the 2 that divide every width.
@@ -29,20 +33,26 @@ __device__ __forceinline__ void write_copy(const CacheWriteParams& p, int64_t to
   const int units = latent + p.rope * size / static_cast<int>(sizeof(Unit));
   const auto* kv_c = reinterpret_cast<const Unit*>(p.kv_c + token * p.kv_c_stride * size);
   const auto* k_pe = reinterpret_cast<const Unit*>(p.k_pe + token * p.k_pe_stride * size);
-  auto* row = reinterpret_cast<Unit*>(row_of(p, token));
-  if (row == nullptr) return;
-  for (int first = lane; first < units; first += kWarp * kWriteSteps) {
-    Unit held[kWriteSteps];
+  Unit held[kWriteSteps];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int step = 0; step < kWriteSteps; ++step) {
       const int i = first + step * kWarp;
-      if (i < units) held[step] = i < latent ? kv_c[i] : k_pe[i - latent];
+      const Unit* from = i < latent ? kv_c + i : k_pe + (i - latent);
+      if (i < units) held[step] = *from;
     }
+  };
+  const int64_t slot = slot_of(p, token);
+  load(lane);
+  auto* row = reinterpret_cast<Unit*>(row_of(p, slot));
+  if (row == nullptr) return;
+  for (int first = lane; first < units; first += kWarp * kWriteSteps) {
 #pragma unroll
     for (int step = 0; step < kWriteSteps; ++step) {
       const int i = first + step * kWarp;
       if (i < units) row[i] = held[step];
     }
+    load(first + kWarp * kWriteSteps);
   }
 }
 
@@ -51,22 +61,29 @@ __device__ __forceinline__ void write_fp8(const CacheWriteParams& p, int64_t tok
   const T* kv_c = reinterpret_cast<const T*>(p.kv_c) + token * p.kv_c_stride;
   const T* k_pe = reinterpret_cast<const T*>(p.k_pe) + token * p.k_pe_stride;
   const float scale = p.kv_scale != nullptr ? *p.kv_scale : p.kv_scale_value;
-  auto* row = reinterpret_cast<uint8_t*>(row_of(p, token));
-  if (row == nullptr) return;
+  const int64_t slot = slot_of(p, token);
   if constexpr (!kAligned) {
+    auto* row = reinterpret_cast<uint8_t*>(row_of(p, slot));
+    if (row == nullptr) return;
     for (int i = lane; i < p.rank + p.rope; i += kWarp) {
       row[i] = e4m3(divided(as_float(i < p.rank ? kv_c[i] : k_pe[i - p.rank]), scale));
     }
     return;
   }
   const int latent = p.rank / kVector, vectors = latent + p.rope / kVector;
-  for (int first = lane; first < vectors; first += kWarp * kWriteSteps) {
-    float held[kWriteSteps][kVector];
+  float held[kWriteSteps][kVector];
+  const auto load = [&](int first) {
 #pragma unroll
     for (int step = 0; step < kWriteSteps; ++step) {
       const int i = first + step * kWarp;
-      if (i < vectors) load_vector<true>(i < latent ? kv_c + i * kVector : k_pe + (i - latent) * kVector, held[step]);
+      const T* from = i < latent ? kv_c + i * kVector : k_pe + (i - latent) * kVector;
+      if (i < vectors) load_vector<true>(from, held[step]);
     }
+  };
+  load(lane);
+  auto* row = reinterpret_cast<uint8_t*>(row_of(p, slot));
+  if (row == nullptr) return;
+  for (int first = lane; first < vectors; first += kWarp * kWriteSteps) {
 #pragma unroll
     for (int step = 0; step < kWriteSteps; ++step) {
       const int i = first + step * kWarp;
@@ -74,6 +91,7 @@ __device__ __forceinline__ void write_fp8(const CacheWriteParams& p, int64_t tok
       divide(held[step], scale);
       store_bytes<true>(row + i * kVector, e4m3_vector(held[step]));
     }
+    load(first + kWarp * kWriteSteps);
   }
 }
 
@@ -85,6 +103,7 @@ __device__ __forceinline__ void write_fp8_ds_mla(const CacheWriteParams& p, int6
   constexpr int kRopeAt = kDsMlaRank + kDsMlaRank / kTile * static_cast<int>(sizeof(float));
   const T* kv_c = reinterpret_cast<const T*>(p.kv_c) + token * p.kv_c_stride;
   const T* k_pe = reinterpret_cast<const T*>(p.k_pe) + token * p.k_pe_stride;
+  const int64_t slot = slot_of(p, token);
   float latent[kSteps][kVector];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -93,7 +112,7 @@ __device__ __forceinline__ void write_fp8_ds_mla(const CacheWriteParams& p, int6
   float rope[kVector];
   const bool has_rope = lane < kDsMlaRope / kVector;
   if (has_rope) load_vector<kAligned>(k_pe + lane * kVector, rope);
-  auto* row = reinterpret_cast<uint8_t*>(row_of(p, token));
+  auto* row = reinterpret_cast<uint8_t*>(row_of(p, slot));
   if (row == nullptr) return;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(kConcatThreads) concat_kernel(const __grid_con
 #pragma unroll
     for (int step = 0; step < kConcatSteps; ++step) {
       const int i = first + step * kLanes;
-      if (i < units) held[step] = i < nope_units ? nope[i] : rope[i - nope_units];
+      const Unit* from = i < nope_units ? nope + i : rope + (i - nope_units);
+      if (i < units) held[step] = *from;
     }
 #pragma unroll
     for (int step = 0; step < kConcatSteps; ++step) {

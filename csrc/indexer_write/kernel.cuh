@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kIndexerThreads) write_indexer_kernel(const __
   if (slot < 0 || slot >= p.num_slots) return;
   const float scale = power_of_two_above(__fdiv_rn(fmaxf(amax, kLeastAmax), kE4m3Max));
   divide_by_power_of_two(values, scale);
-  const int64_t page = slot / p.page_size, offset = slot % p.page_size;
+  const auto [page, offset] = place_of(slot, p.num_slots, p.page_size);
   uint8_t* from = p.data + page * p.page_stride;
   store_bytes<kAligned>(from + offset * kIndexerWidth + lane * kVector, e4m3_vector(values));
   if (lane != 0) return;

@@ -1,0 +1,181 @@
+"""One step as the caller gives it, and the room that a plan has for it: what does not fit is refused whole, before anything is written.
+
+Only what the host knows is looked at, so that nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_backends.errors import InvalidInput
+
+__all__ = ["Room", "StepInput", "check_ints", "check_tensor"]
+
+_INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
+
+
+def check_tensor(name: str, found: Any, taken: str) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        InvalidInput: naming the argument, what was found and what is taken.
+    """
+    if not isinstance(found, Tensor):
+        raise InvalidInput(f"{name} is a {type(found).__name__}, it takes {taken}")
+
+
+def check_ints(name: str, tensor: Tensor, ndim: int, device: torch.device) -> None:
+    """Refuse what is no integer tensor of that rank on that device.
+
+    Raises:
+        InvalidInput: naming the argument, what was found and what is taken.
+    """
+    check_tensor(name, tensor, "an int32 tensor")
+    if tensor.dtype not in _INTEGERS:
+        raise InvalidInput(f"{name} is {tensor.dtype}, it takes int32; convert with .int()")
+    if tensor.ndim != ndim:
+        raise InvalidInput(f"{name} has shape {list(tensor.shape)}, it takes {ndim} dimensions")
+    if tensor.device != device:
+        raise InvalidInput(f"{name} is on {tensor.device}, it takes {device}, where the cache is")
+
+
+@dataclass(frozen=True, eq=False)
+class StepInput:
+    """One step as the caller gives it; None keeps what the buffers hold.
+
+    Args:
+        block_table: [b, w] page ids, any integer dtype and row stride.
+        seq_lens: [b] keys a request.
+        seq_lens_cpu: [b] the same, on the host.
+        cu_q_lens: [b + 1] query rows before each request, ragged plans only.
+    """
+
+    block_table: Tensor | None = None
+    seq_lens: Tensor | None = None
+    seq_lens_cpu: Tensor | None = None
+    cu_q_lens: Tensor | None = None
+
+    @property
+    def is_given(self) -> bool:
+        return any(part is not None for part in (self.block_table, self.seq_lens, self.seq_lens_cpu, self.cu_q_lens))
+
+    @property
+    def live(self) -> int | None:
+        """Requests of this step, None where nothing says how many."""
+        for tensor in (self.seq_lens, self.seq_lens_cpu, self.block_table):
+            if tensor is not None:
+                return int(tensor.shape[0])
+        return None if self.cu_q_lens is None else int(self.cu_q_lens.shape[0]) - 1
+
+    def check(self, device: torch.device) -> None:
+        """Refuse what is no integer tensor of the right rank on the right device.
+
+        Raises:
+            InvalidInput: naming the argument.
+        """
+        host = torch.device("cpu")
+        for name, ndim, where in (
+            ("block_table", 2, device),
+            ("seq_lens", 1, device),
+            ("seq_lens_cpu", 1, host),
+            ("cu_q_lens", 1, device),
+        ):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                check_ints(name, tensor, ndim, where)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan can hold.
+
+    Args:
+        batch: requests.
+        max_seq_len: keys a request.
+        page_size: tokens a page.
+        q_len: query rows a request, the most of one when ragged.
+        ragged: queries come with `cu_q_lens`.
+        device: of all tensors but those for the host.
+    """
+
+    batch: int
+    max_seq_len: int
+    page_size: int
+    q_len: int
+    ragged: bool
+    device: torch.device
+
+    def check(self, step: StepInput, kept: Tensor | None = None) -> None:
+        """Refuse a step that does not fit; writes nothing.
+
+        Args:
+            kept: [batch] lengths on the host that stay in force where the step brings none.
+
+        Raises:
+            InvalidInput: for a wrong dtype, rank, device or batch, and for lengths outside 0 to max_seq_len or past the
+                table where the host knows them.
+        """
+        step.check(self.device)
+        self._check_batch(step)
+        for name in ("seq_lens", "seq_lens_cpu"):
+            lengths = getattr(step, name)
+            if lengths is not None and lengths.device.type == "cpu":
+                self._check_lengths(name, lengths, step)
+        if step.block_table is not None and step.seq_lens is None and step.seq_lens_cpu is None and kept is not None:
+            self._check_lengths("seq_lens, as it was,", kept[: step.live], step)
+        self._check_ragged(step)
+
+    def _check_batch(self, step: StepInput) -> None:
+        live = step.live
+        if live is None:
+            return
+        if live > self.batch:
+            raise InvalidInput(
+                f"the step has {live} requests, this plan holds {self.batch}; plan with max_batch={live}"
+            )
+        for name in ("block_table", "seq_lens", "seq_lens_cpu"):
+            tensor = getattr(step, name)
+            if tensor is not None and tensor.shape[0] != live:
+                raise InvalidInput(f"{name} has {tensor.shape[0]} rows, it takes {live}, one a request")
+
+    def _check_lengths(self, name: str, lengths: Tensor, step: StepInput) -> None:
+        if lengths.numel() == 0:
+            return
+        least, most = (int(v) for v in torch.aminmax(lengths))
+        if least < 0:
+            raise InvalidInput(f"{name} holds {least}, it takes lengths of at least 0")
+        if most > self.max_seq_len:
+            raise InvalidInput(
+                f"{name} holds {most}, it takes at most {self.max_seq_len}, this plan's max_seq_len; plan with a larger one"
+            )
+        width = None if step.block_table is None else int(step.block_table.shape[1])
+        if width is not None and most > width * self.page_size:
+            raise InvalidInput(
+                f"{name} holds {most}, but block_table [{step.live}, {width}] with page_size {self.page_size} "
+                f"has room for {width * self.page_size}; pass a wider table"
+            )
+
+    def _check_ragged(self, step: StepInput) -> None:
+        starts = step.cu_q_lens
+        if starts is None:
+            return
+        if not self.ragged:
+            raise InvalidInput("cu_q_lens is given, but this plan's queries are uniform; plan with cu_q_lens")
+        entries = (step.live or 0) + 1
+        if starts.shape[0] != entries:
+            raise InvalidInput(
+                f"cu_q_lens has {starts.shape[0]} entries, it takes {entries}, one a request and one more"
+            )
+        if starts.device.type != "cpu":
+            return
+        q_lens = starts.diff()
+        if int(starts[0]) != 0 or bool((q_lens < 0).any()):
+            raise InvalidInput(f"cu_q_lens is {starts.tolist()}, it takes offsets that start at 0 and do not decrease")
+        if q_lens.numel() and int(q_lens.max()) > self.q_len:
+            raise InvalidInput(
+                f"cu_q_lens holds a request of {int(q_lens.max())} rows, this plan's max_q_len is {self.q_len}"
+            )
