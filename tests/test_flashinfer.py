@@ -22,10 +22,10 @@ from flashinfer.mla._batch_mla._backends import (
     fa3_backend,
     trtllm_gen_backend,
 )
-from mla_adapters import flashinfer as planned
-from mla_adapters import flashinfer_trtllm as trtllm
 from torch import Tensor
 
+from mla_adapters import flashinfer as planned
+from mla_adapters import flashinfer_trtllm as trtllm
 from mla_backends.adapter import HostLengths
 from mla_backends.backend import Backend
 from mla_backends.device import Device
