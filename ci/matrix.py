@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ def machine_facts() -> dict[str, str]:
     if torch.cuda.is_available():
         facts["capability"] = str(Device.here())
         facts["cuda"] = str(torch.version.cuda)
-        facts["driver"] = str(torch._C._cuda_getDriverVersion())
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        facts["driver"] = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]
     for entry in installed():
         facts[entry.name] = entry.error if isinstance(entry, Broken) else str(serving(entry))
     return facts

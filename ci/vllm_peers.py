@@ -49,5 +49,5 @@ def write_indexer(vllm: Any, data: Tensor, k: Tensor, slots: Tensor) -> None:
         kv_cache=data,
         slot_mapping=slots,
         quant_block_size=128,
-        scale_fmt="ue8m0",
+        kv_cache_dtype="ue8m0",  # the schema's name for what vLLM's own wrapper calls scale_fmt
     )

@@ -120,20 +120,18 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
     page_size, heads = problem.page_size, problem.num_heads
     width, rope_width = problem.kv_lora_rank, problem.qk_rope_head_dim
     columns = -(-max(_SEQ_LENS) // page_size)
+    layout = format_named(problem.cache_format)
     cache = PagedCache.allocate(
         2 * columns + 1,
         page_size,
-        format_named(problem.cache_format).name,
+        layout.name,
         where,
         kv_lora_rank=width,
         qk_rope_head_dim=rope_width,
     )
     slots = torch.arange(cache.num_slots, device=where)
-    cache.write(
-        normal(len(slots), width).to(_model_dtype(problem)),
-        normal(len(slots), rope_width).to(_model_dtype(problem)),
-        slots,
-    )
+    stored: torch.dtype = getattr(torch, layout.query_dtype)
+    cache.write(normal(len(slots), width).to(stored), normal(len(slots), rope_width).to(stored), slots)
     tiny = replace(problem, batch=2, q_len=min(problem.q_len, MOST_ROWS), max_seq_len=max(_SEQ_LENS))
     recipe = Recipe(
         adapter=adapter,

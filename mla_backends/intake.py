@@ -64,7 +64,7 @@ class Intake:
         self._staged: list[Tensor] = []
         """[rows, H', D] zeros in padded heads; the last one is in use, those outgrown may still be in a captured graph."""
         self._lead = torch.Size((buffers.batch, buffers.q_len))
-        self._last: Query | None = None
+        self._last: object = self  # no query yet, and nothing that a caller could pass
         self._brought: Query | None = None
         self._copy: Callable[[], None] | None = None
 

@@ -324,6 +324,21 @@ def test_memory_does_not_grow_over_a_thousand_steps(graphs: Any) -> None:
     assert torch.cuda.memory_allocated() <= before
 
 
+def test_lengths_from_the_host_are_not_overwritten_while_a_copy_is_in_flight(graphs: Any) -> None:
+    world, columns = graphs, 4
+    cache, first = world.cache(), step_of(graphs, (64,) * 4, columns, 0)
+    plan = world.plan(cache, first["block_table"], first["seq_lens"])
+    plan.update(seq_lens_cpu=first["seq_lens_cpu"])
+    torch.cuda._sleep(100_000_000)
+    seen, host = [], torch.zeros(4, dtype=torch.int32)
+    for i in range(12):
+        host.fill_(i)  # an engine has one such tensor, and changes it as soon as update is back
+        plan.update(seq_lens_cpu=host)
+        seen.append(plan.seq_lens.clone())
+    torch.cuda.synchronize()
+    assert [lens.tolist() for lens in seen] == [[i] * 4 for i in range(12)]
+
+
 def test_two_plans_run_on_two_streams(graphs: Any) -> None:
     world, columns = graphs, -(-640 // graphs.page_size)
     cache, query = world.cache(), world.query(2)
@@ -594,3 +609,24 @@ def test_a_whole_layer_compiles_and_reads_what_it_has_just_written(world: Any) -
         results.append((*first, *second, cache.rows.view(torch.uint8), query.packed.view(torch.uint8)))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
+
+
+def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
+    cache, lens, table = world.cache(), world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    plan, query = world.plan(cache, table, lens), world.query(2)
+    out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
+    numbers = (plan._number, query.number, cache.number)
+    args = (*numbers, query.latent, query.rope, None, cache.rows, None, out, lse)
+    # torch's schema check multiplies what it is given, which float8 has no kernel for
+    checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
+
+
+def test_a_graph_whose_query_is_gone_says_so() -> None:
+    _, make, cache = watching()
+    plan, query = make([3, 64]), parts(2)
+    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None)
+    del query
+    out = torch.zeros(2, 12, 512, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInput, match="is gone; keep its plan, query and cache"):
+        torch.ops.mla_backends.run_plan(plan._number, number, cache.number, *tensors, out, None)

@@ -1,0 +1,234 @@
+"""Whatever a kernel's conventions are, results come in ours: the eager decode behind each convention, against the reference.
+
+The kernels here keep what they were planned with, so that metadata that a plan forgets to renew shows in the numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_backends import PagedCache, Query, get_backend
+from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
+from mla_backends.catalogue import installed
+from mla_backends.device import Device
+from mla_backends.problem import Problem
+from mla_backends.support import Conventions, Limit, OneOf, Range
+from mla_backends.trials import Condition, Trial
+
+EAGER = next(entry for entry in installed() if entry.name == "eager")
+assert isinstance(EAGER, Adapter)
+INF = float("inf")
+
+
+class ContraryKernel(Kernel):
+    def __init__(self, step: Step, conventions: Conventions) -> None:
+        self.step, self.conventions = step, conventions
+        self.planned = step
+
+    def update(self, lengths: HostLengths | None) -> None:
+        step = self.step
+        if step.seq_lens is None or step.block_table is None:
+            return
+        assert (lengths is not None) == (self.conventions.metadata == "host")
+        if self.conventions.empty_rows == "undefined":
+            assert step.seq_lens.min() >= 1
+            assert step.block_table.min() >= 0
+            assert step.block_table.max() < step.num_pages
+        assert step.block_table.shape[1] % self.conventions.table_columns == 0
+        lens = step.seq_lens if lengths is None else lengths.seq_lens
+        self.planned = replace(step, seq_lens=lens.clone(), block_table=step.block_table.clone())
+        if lengths is not None and step.problem.ragged:
+            self.planned = replace(self.planned, cu_q_lens=lengths.cu_q_lens.clone())
+
+    def run(
+        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        conventions, step = self.conventions, self.step
+        assert query.num_heads == step.heads
+        assert conventions.heads is None or step.heads in conventions.heads
+        dtype = getattr(torch, step.problem.q_dtype)
+        if conventions.query == "packed":
+            assert query.is_packed
+        if conventions.query_dtype is not None:
+            assert query.dtype == torch.float8_e4m3fn
+            assert query.scale is not None
+            query = Query.from_packed(query.packed.float() * query.scale)
+        if indices is not None:
+            assert ((indices >= -1) & (indices < cache.num_slots)).all()
+            assert indices.shape[-1] % conventions.topk_multiple == 0
+        assert isinstance(EAGER, Adapter)
+        result, lse = EAGER.plan(self.planned, None).run(query, cache, indices, None)
+        result = result.to(dtype)
+        assert lse is not None
+        empty = lse == -INF
+        if conventions.lse_base == "2":
+            lse = lse / math.log(2.0)
+        if conventions.empty_rows == "lse_inf":
+            lse = lse.masked_fill(empty, INF)
+        if conventions.empty_rows == "unwritten":
+            lse, result = lse.masked_fill(empty, torch.nan), result.masked_fill(empty.unsqueeze(-1), torch.nan)
+        if out is not None:
+            assert conventions.writes_out
+            result = out.copy_(result)
+        return result, self._axes(lse)
+
+    def _axes(self, lse: Tensor) -> Tensor:
+        if self.conventions.lse_axes == "BHQ":
+            return lse.transpose(1, 2).contiguous() if lse.ndim == 3 else lse.t().contiguous()
+        by_token = lse.flatten(0, 1) if lse.ndim == 3 else lse
+        if self.conventions.lse_axes == "HT":
+            return by_token.t().contiguous()
+        return by_token if self.conventions.lse_axes == "TH" else lse
+
+
+class Contrary(Adapter):
+    support = (Limit(Problem, "num_heads", Range(1, 128, tested=(16,)), refuses=(129,), source="a test"),)
+
+    def __init__(self, name: str, conventions: Conventions, *limits: Limit) -> None:
+        self.name = name  # type: ignore[misc]
+        self.conventions = conventions  # type: ignore[misc]
+        self.support = (*self.support, *limits)  # type: ignore[misc]
+
+    def plan(self, step: Step, library: Any) -> Kernel:
+        return ContraryKernel(step, self.conventions)
+
+
+UNIFORM = Limit(Problem, "ragged", OneOf(False), refuses=(True,), source="a test")
+FP8 = Limit(Problem, "cache_format", OneOf("fp8"), refuses=("bf16",), source="a test")
+DENSE = Limit(Problem, "topk", OneOf(None), refuses=(64,), source="a test")
+KEPT = tuple(
+    Contrary(name, conventions, *limits)
+    for name, conventions, limits in (
+        ("packed", Conventions(query="packed", heads=(16, 64, 128), metadata="op"), ()),
+        ("base 2 by token", Conventions(query="split", lse_base="2", lse_axes="TH", metadata="host"), ()),
+        ("heads first", Conventions(query="packed", lse_axes="BHQ", empty_rows="lse_inf", heads=(64, 128)), (UNIFORM,)),
+        (
+            "tokens last",
+            Conventions(query="split", lse_axes="HT", empty_rows="unwritten", lse_base="2", metadata="op"),
+            (DENSE,),
+        ),
+        ("writes out", Conventions(query="split", writes_out=True, metadata="host", empty_rows="exact"), ()),
+        (
+            "undefined",
+            Conventions(query="packed", empty_rows="undefined", writes_out=True, metadata="op", table_columns=4),
+            (DENSE,),
+        ),
+        (
+            "e4m3",
+            Conventions(
+                query="packed", query_dtype="float8_e4m3fn", lse_axes="BHQ", empty_rows="undefined", metadata="op"
+            ),
+            (UNIFORM, DENSE, FP8),
+        ),
+        (
+            "wide slots",
+            Conventions(query="packed", heads=(64,), topk_multiple=64, empty_rows="lse_inf", lse_axes="BHQ"),
+            (UNIFORM,),
+        ),
+    )
+)
+
+BASE = Condition()
+CONDITIONS = (
+    BASE,
+    replace(BASE, num_heads=5, q_len=3, seq_lens=(3, 0, 64, 66, 1)),
+    replace(BASE, num_heads=12, query="transposed", q_len=2),
+    replace(BASE, num_heads=20, query="padded"),
+    replace(BASE, q_lens=(3, 0, 2, 1), seq_lens=(2, 64, 65, 0), num_heads=7),
+    replace(BASE, max_batch=12, query="padded", num_heads=12),
+    replace(BASE, return_lse=False, num_heads=3),
+    replace(BASE, attn_sink=True, num_heads=12),
+    replace(BASE, topk=65, num_heads=12, q_len=2),
+    replace(BASE, cache_format="fp8", kv_scale=0.5, q_scale=0.01, num_heads=12),
+    replace(BASE, cache_format="fp8", num_heads=12, q_len=3, query="padded"),
+    replace(BASE, cache_format="fp8", q_amax=3000.0, num_heads=12, query="parts"),
+    replace(BASE, causal=False, q_len=2),
+)
+
+
+def is_taken(adapter: Contrary, c: Condition) -> bool:
+    asked = Problem(c.num_heads, cache_format=c.cache_format, topk=c.topk, ragged=c.q_lens is not None)
+    return not adapter.refusals(asked, Device())
+
+
+TAKEN = [(a, c) for a in KEPT for c in CONDITIONS if is_taken(a, c)]
+
+
+@pytest.mark.parametrize(("adapter", "condition"), TAKEN, ids=[f"{a.name}-{c}" for a, c in TAKEN])
+def test_every_convention_comes_out_as_ours(adapter: Contrary, condition: Condition) -> None:
+    assert Trial(condition, "cpu").run(get_backend("cpu", adapters=[adapter])).faults(condition) == ()
+
+
+@pytest.mark.parametrize("adapter", KEPT, ids=lambda a: a.name)
+def test_metadata_and_clamped_buffers_are_renewed_with_each_step(adapter: Contrary) -> None:
+    backend = get_backend("cpu", adapters=[adapter])
+    cache = PagedCache.allocate(8, 64, "bf16" if adapter.conventions.query_dtype is None else "fp8", "cpu")
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(512, n, generator=generator).bfloat16() for n in (512, 64))
+    cache.write(*rows, torch.arange(512))
+    query = Query.from_packed((torch.randn(3, 12, 576, generator=generator) * 0.3).bfloat16())
+
+    def plan(table: Tensor, lens: Tensor) -> Any:
+        return backend.plan(
+            cache,
+            table,
+            lens,
+            num_heads=12,
+            softmax_scale=0.1,
+            max_batch=3,
+            max_seq_len=256,
+            return_lse=True,
+            q_scale=0.01,
+        )
+
+    kept = plan(torch.zeros(3, 4, dtype=torch.int32), torch.ones(3, dtype=torch.int32))
+    out, lse = torch.full((3, 12, 512), torch.nan, dtype=torch.bfloat16), torch.full((3, 12), torch.nan)
+    for lens in ([200, 0, 64], [0, 256], [1, 130, 7], []):
+        table = torch.randint(0, 8, (len(lens), 4), generator=generator).int()
+        table[torch.tensor(lens) == 0] = -1
+        lengths = torch.tensor(lens, dtype=torch.int32)
+        kept.update(table, lengths)
+        fresh = plan(table, lengths).run(query, cache)
+        for got in (kept.run(query, cache), kept.run(query, cache, out=out, lse=lse)):
+            assert torch.equal(got.out, fresh.out)
+            assert torch.equal(got.lse, fresh.lse)
+        empty = torch.tensor([*lens, 0, 0, 0][:3]) == 0
+        assert not fresh.out[empty].any()
+        assert torch.equal(fresh.lse == -INF, empty[:, None].expand(3, 12))
+        if kept.update_mode == "device":
+            kept.block_table[:], kept.seq_lens[:] = 3, torch.tensor([5, 0, 70])
+            kept.refresh()
+            want = plan(torch.full((3, 4), 3, dtype=torch.int32), torch.tensor([5, 0, 70])).run(query, cache)
+            assert torch.equal(kept.run(query, cache).out, want.out)
+
+
+def test_a_kernel_writes_straight_into_an_out_that_it_can_write() -> None:
+    adapter = next(a for a in KEPT if a.name == "writes out")
+    backend = get_backend("cpu", adapters=[adapter])
+    cache = PagedCache.allocate(8, 64, "bf16", "cpu")
+    lens, table = torch.tensor([3, 64], dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    seen: list[Tensor | None] = []
+    plan = backend.plan(cache, table, lens, num_heads=4, softmax_scale=0.1)
+    inner = plan._kernel
+    assert inner is not None
+    run = inner.run
+
+    def watched(query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None) -> Any:
+        seen.append(out)
+        return run(query, cache, indices, out)
+
+    inner.run = watched  # type: ignore[method-assign]
+    query = Query.from_packed(torch.zeros(2, 4, 576, dtype=torch.bfloat16))
+    dense, strided = torch.empty(2, 4, 512).bfloat16(), torch.empty(2, 4, 600).bfloat16()[..., :512]
+    plan.run(query, cache, out=dense)
+    plan.run(query, cache, out=strided)
+    plan.run(query, cache)
+    assert seen[0] is not None
+    assert seen[0].data_ptr() == dense.data_ptr()
+    assert seen[1:] == [None, None]
