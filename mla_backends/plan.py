@@ -407,6 +407,7 @@ class DecodePlan:
             "waits_for_device": "update, unless seq_lens_cpu is given" if self.update_mode == "host" else "never",
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
+            "lse_precision": self._conventions.lse_precision,
             "adds_kernels": (*(("sanitize_slots",) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
