@@ -29,7 +29,7 @@ FLOORS = (
     "backend",
     "__init__",
     "trials",
-    "testing compare support_table",
+    "testing compare support_table timing",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
