@@ -7,6 +7,7 @@ come with the strides that models give them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ class Outcome:
     """What a trial found.
 
     Args:
-        out_error: relative error of out over all live rows.
+        out_error: relative error of out over all checked rows.
         lse_error: largest absolute error of lse over rows with keys; 0 where none was asked for.
         is_strided_equal: the layer view of the slot and a contiguous clone gave the same bits, out and lse.
         are_empty_rows_right: rows without keys are out 0 and lse -inf, and nothing is NaN.
@@ -121,6 +122,7 @@ class Trial:
 
     Args:
         unused: what rows past a length hold: NaN, or finite garbage for kernels declared to read them.
+        checked: requests whose rows are held against the truth, by number; None is all. Uniform queries alone.
     """
 
     def __init__(
@@ -129,9 +131,12 @@ class Trial:
         device: torch.device | str,
         *,
         unused: Literal["nan", "finite"] = "nan",
+        checked: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
         self.condition = condition
+        self.checked = list(range(len(condition.seq_lens)) if checked is None else checked)
+        self._truths: dict[bool, Decoded] = {}
         self.device = torch.device(device)
         self.unused = unused
         self._generator = torch.Generator().manual_seed(seed)
@@ -282,28 +287,42 @@ class Trial:
         )
 
     def truth(self, plan: DecodePlan) -> Decoded:
-        """The reference on the values that the kernel reads: the cache dequantised, and the query where it is quantised."""
+        """The reference on the values that the kernel reads: the cache dequantised, and the query where it is quantised.
+
+        Computed once for all plans whose queries are rounded alike; of the checked requests.
+        """
+        if plan.quantizes_query not in self._truths:
+            self._truths[plan.quantizes_query] = self._truth(plan)
+        return self._truths[plan.quantizes_query]
+
+    def _truth(self, plan: DecodePlan) -> Decoded:
         latent, rope = self.latent, self.rope
         if plan.quantizes_query:
             packed = torch.cat([latent, rope], -1).float()
             scale = self.condition.q_scale or float(packed[self._live_rows()].abs().max()) / E4M3_MAX
             stored = (packed / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * scale
             latent, rope = stored[..., :512], stored[..., 512:]
+        rows = self._checked_rows()
+        latent, rope = latent[rows], rope[rows]
         if self.indices is not None:
             return reference_sparse(
-                latent, rope, self.values, self.indices, softmax_scale=SOFTMAX_SCALE, attn_sink=self.attn_sink
+                latent, rope, self.values, self.indices[rows], softmax_scale=SOFTMAX_SCALE, attn_sink=self.attn_sink
             )
         return reference_decode(
             latent,
             rope,
             self.values,
-            self.block_table,
-            self.seq_lens,
+            self.block_table[self.checked],
+            self.seq_lens[self.checked],
             softmax_scale=SOFTMAX_SCALE,
             causal=self.condition.causal,
             cu_q_lens=self.cu_q_lens,
             attn_sink=self.attn_sink,
         )
+
+    def _checked_rows(self) -> slice | list[int]:
+        """Of the queries: all tokens when ragged."""
+        return slice(None) if self.condition.q_lens is not None else self.checked
 
     def _live_rows(self) -> Tensor:
         """Query rows of requests that have keys."""
@@ -322,12 +341,13 @@ class Trial:
         tokens = len(self.latent)
         want = self.truth(plan)
         assert want.lse is not None
-        out = got.out[:tokens].double().cpu()
+        rows = self._checked_rows()
+        out = got.out[:tokens][rows].double().cpu()
         is_empty = want.lse == float("-inf")
         lse_error, are_empty_right = 0.0, bool((out[is_empty] == 0).all()) and not bool(out.isnan().any())
         equal = torch.equal(got.out[:tokens], again.out[:tokens])
         if got.lse is not None and again.lse is not None:
-            lse = got.lse[:tokens].double().cpu()
+            lse = got.lse[:tokens][rows].double().cpu()
             are_empty_right = (
                 are_empty_right and bool((lse[is_empty] == float("-inf")).all()) and not bool(lse.isnan().any())
             )
