@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.compiled import function
+from mla_backends.cuda_ops import DONE
 from mla_backends.formats import Format
 
 BF16, DEVICE = torch.bfloat16, "cuda"
@@ -32,6 +33,7 @@ HEADS, TOKENS = (16, 64, 128), (1, 4, 16, 32, 128, 512, 2048, 8192)
 WRITE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
 CROSSOVER_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 PAGE_SIZE = 64
+ANY = 1 << 30
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "fp8_ds_mla")
 ROWS = {"bf16": (576, BF16), "fp8": (576, torch.uint8), "fp8_ds_mla": (656, torch.uint8)}
 
@@ -156,15 +158,15 @@ def indexer_write(tokens: int, vllm: Any) -> Row:
     return measure(row, make, twice(lambda x: ops.write_indexer_cache(*x), others))
 
 
-def taken(kernel: Callable[..., object], arguments: tuple[Tensor | None, ...]) -> None:
-    if not kernel(*arguments):
+def taken(export: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    if export(*arguments) != DONE:
         raise SystemExit("the kernel for few tokens refused its own shape")
 
 
 def crossover(heads: int, tokens: int, inner: int) -> Row:
     """Our kernel for few tokens against cuBLAS and the tail, whatever the ops would choose. inner 512 is `project`."""
-    few, tail, matmul = function("absorb_few"), function("rope_tail"), function("matmul_few")
-    if few is None or tail is None or matmul is None:
+    absorb, tail, matmul = function("absorb_query"), function("rope_tail"), function("batched_matmul")
+    if absorb is None or tail is None or matmul is None:
         raise SystemExit(str(ops.compiled()))
     if inner == 512:
 
@@ -173,7 +175,7 @@ def crossover(heads: int, tokens: int, inner: int) -> Row:
             return out.transpose(0, 1), latent.transpose(0, 1), normal(heads, 512, 128)
 
         row = Row("crossover", "project", tokens, heads, 2 * (heads * 128 * 512 + tokens * heads * 640))
-        variants = twice(partial(taken, matmul), {"cuBLAS": lambda x: torch.bmm(x[1], x[2], out=x[0])})
+        variants = twice(lambda x: taken(matmul, (*x, ANY)), {"cuBLAS": lambda x: torch.bmm(x[1], x[2], out=x[0])})
         return measure(row, make, variants)
 
     def make_query() -> tuple[Tensor, ...]:
@@ -187,7 +189,7 @@ def crossover(heads: int, tokens: int, inner: int) -> Row:
         tail(rope, q_pe, None)
 
     row = Row("crossover", "absorb", tokens, heads, 2 * (heads * 128 * 512 + tokens * heads * 768))
-    return measure(row, make_query, twice(lambda x: taken(few, (*x, None)), {"cuBLAS": cublas}))
+    return measure(row, make_query, twice(lambda x: taken(absorb, (*x, None, ANY)), {"cuBLAS": cublas}))
 
 
 def check(vllm: Any) -> list[str]:

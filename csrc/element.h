@@ -12,9 +12,12 @@ enum class Element { kBf16, kFp16, kFp32 };
 template <typename Body>
 void with_element(Element element, Body&& body) {
   switch (element) {
-    case Element::kBf16: return body(__nv_bfloat16{});
-    case Element::kFp16: return body(__half{});
-    case Element::kFp32: return body(float{});
+    case Element::kBf16:
+      return body(__nv_bfloat16{});
+    case Element::kFp16:
+      return body(__half{});
+    case Element::kFp32:
+      return body(float{});
   }
 }
 

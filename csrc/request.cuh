@@ -6,9 +6,9 @@
 namespace mla {
 
 struct Request {
-  int index;    // meaningless where not held
-  int behind;   // 0 for the request's last token, -1 for the one before it
-  bool held;    // false past the end of the last request
+  int index;   // meaningless where not held
+  int behind;  // 0 for the request's last token, -1 for the one before it
+  bool held;   // false past the end of the last request
 };
 
 // Every thread of the block calls this; every thread gets the answer. The request is the number of ends at or before

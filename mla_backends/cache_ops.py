@@ -11,26 +11,25 @@ from torch import Tensor
 
 from mla_backends import torch_ops
 from mla_backends.formats import INDEXER_WIDTH, Format, format_named
-from mla_backends.op_table import dense_last, one_device, one_float, refuse, register
+from mla_backends.op_table import Op, dense_last, one_device, one_float, refuse
+from mla_backends.query_ops import rope_tail
 
 __all__ = ["write_cache", "write_cache_and_rope", "write_indexer_cache"]
 
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
 _INDEXER_ROW = INDEXER_WIDTH + 4
 
-_write_cache = register(
+_write_cache = Op(
     "write_cache(Tensor(a!) data, Tensor kv_c, Tensor k_pe, Tensor slots, str format, Tensor? kv_scale, "
     "float kv_scale_value) -> ()",
     torch_ops.write_cache,
 )
-_write_cache_and_rope = register(
+_write_cache_and_rope = Op(
     "write_cache_and_rope(Tensor(a!) rope, Tensor q_pe, Tensor(b!) data, Tensor kv_c, Tensor k_pe, Tensor slots, "
     "str format, Tensor? kv_scale, float kv_scale_value) -> ()",
     torch_ops.write_cache_and_rope,
 )
-_write_indexer = register(
-    "write_indexer_cache(Tensor(a!) data, Tensor k, Tensor slots) -> ()", torch_ops.write_indexer_cache
-)
+_write_indexer = Op("write_indexer_cache(Tensor(a!) data, Tensor k, Tensor slots) -> ()", torch_ops.write_indexer_cache)
 
 
 def _checked_slots(slot_mapping: Tensor, device: int, **rows: Tensor) -> int:
@@ -53,14 +52,17 @@ def _checked_slots(slot_mapping: Tensor, device: int, **rows: Tensor) -> int:
     return tokens
 
 
-def _checked_write(
-    data: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, format: str, kv_scale: float | Tensor | None
-) -> tuple[Tensor | None, float]:
-    """kv_scale as (tensor, number); the number counts where there is no tensor.
+def _split(kv_scale: float | Tensor | None) -> tuple[Tensor | None, float]:
+    """kv_scale as (tensor, number); the number counts where there is no tensor."""
+    if kv_scale is None:
+        return None, 1.0
+    return (kv_scale, 1.0) if isinstance(kv_scale, Tensor) else (None, kv_scale)
 
-    Raises:
-        InvalidInput: whatever does not fit.
-    """
+
+def _check_write(
+    data: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, format: str, kv_scale: float | Tensor | None
+) -> None:
+    """Raises InvalidInput for whatever does not fit."""
     layout, device = format_named(format), data.get_device()
     if data.dim() != 3:
         raise refuse("data", list(data.shape), "[pages, page_size, row]; squeeze the head dimension")
@@ -83,15 +85,13 @@ def _checked_write(
             "the row of data", data.shape[2], f"{layout.row_width(rank, rope)}, format {format} of {rank} + {rope}"
         )
     if kv_scale is None:
-        return None, 1.0
+        return
     if layout.scale != "tensor":
         raise refuse("kv_scale", kv_scale, f"None: format {format} has no scale of the whole cache")
     if isinstance(kv_scale, Tensor):
         one_float("kv_scale", kv_scale, device)
-        return kv_scale, 1.0
-    if not 0 < kv_scale < float("inf"):
+    elif not 0 < kv_scale < float("inf"):
         raise refuse("kv_scale", kv_scale, "a positive finite number")
-    return None, float(kv_scale)
 
 
 def write_cache(
@@ -116,7 +116,12 @@ def write_cache(
     Raises:
         InvalidInput: if shapes, dtypes, devices, last strides or the format disagree.
     """
-    scale, value = _checked_write(data, kv_c, k_pe, slot_mapping, format, kv_scale)
+    scale, value = _split(kv_scale)
+    if (kv_scale is None or format == "fp8") and _write_cache.took(
+        data, kv_c, k_pe, slot_mapping, format, scale, value
+    ):
+        return
+    _check_write(data, kv_c, k_pe, slot_mapping, format, kv_scale)
     if slot_mapping.shape[0] and data.numel():
         _write_cache(data.is_cuda, data, kv_c, k_pe, slot_mapping, format, scale, value)
 
@@ -141,7 +146,11 @@ def write_cache_and_rope(
     Raises:
         InvalidInput: if shapes, dtypes, devices, last strides or the format disagree.
     """
-    scale, value = _checked_write(data, kv_c, k_pe, slot_mapping, format, kv_scale)
+    scale, value = _split(kv_scale)
+    may_take = kv_scale is None or format == "fp8"
+    if may_take and _write_cache_and_rope.took(rope, q_pe, data, kv_c, k_pe, slot_mapping, format, scale, value):
+        return
+    _check_write(data, kv_c, k_pe, slot_mapping, format, kv_scale)
     if rope.dim() != 3 or q_pe.dim() != 3:
         raise refuse("rope and q_pe", [list(x.shape) for x in (rope, q_pe)], "[T, H', R] and [T, H, R]")
     tokens, heads, width = q_pe.shape
@@ -151,7 +160,12 @@ def write_cache_and_rope(
         raise refuse("the dtype of rope and q_pe", f"{rope.dtype} and {q_pe.dtype}", "one of bf16, fp16, fp32")
     dense_last(rope=rope, q_pe=q_pe)
     one_device(data.get_device(), rope=rope, q_pe=q_pe)
-    _write_cache_and_rope(data.is_cuda, rope, q_pe, data, kv_c, k_pe, slot_mapping, format, scale, value)
+    if not slot_mapping.shape[0] or not data.numel():
+        rope_tail(rope, q_pe)
+    elif not q_pe.numel():
+        write_cache(data, kv_c, k_pe, slot_mapping, format, kv_scale)
+    else:
+        _write_cache_and_rope(data.is_cuda, rope, q_pe, data, kv_c, k_pe, slot_mapping, format, scale, value)
 
 
 def write_indexer_cache(data: Tensor, k: Tensor, slot_mapping: Tensor) -> None:
@@ -165,6 +179,8 @@ def write_indexer_cache(data: Tensor, k: Tensor, slot_mapping: Tensor) -> None:
     Raises:
         InvalidInput: if shapes, dtypes, devices or strides disagree.
     """
+    if _write_indexer.took(data, k, slot_mapping):
+        return
     if data.dim() != 3 or data.shape[2] != _INDEXER_ROW or data.dtype != torch.uint8:
         raise refuse("data", f"{list(data.shape)} {data.dtype}", f"[pages, page_size, {_INDEXER_ROW}] uint8")
     if data.stride(2) != 1 or (data.shape[1] > 1 and data.stride(1) != _INDEXER_ROW):

@@ -16,37 +16,25 @@ from torch import Tensor
 from mla_backends.compiled import function
 from mla_backends.errors import InvalidInput
 
-__all__ = ["dense_last", "one_device", "one_float", "refuse", "register", "requests"]
+__all__ = ["Op", "dense_last", "one_device", "one_float", "refuse", "register", "requests"]
 
 _LIBRARY = torch.library.Library("mla_backends", "DEF")
 _is_compiling = torch.compiler.is_compiling
 
 
-def register(
-    schema: str, torch_form: Callable[..., None], cuda_form: Callable[..., None] | None = None
-) -> Callable[..., None]:
-    """Define `mla_backends::<schema>` and give back what runs it.
-
-    Args:
-        schema: as `torch.library` takes it, every written argument marked; the op returns nothing.
-        torch_form: takes the schema's arguments.
-        cuda_form: the same; by default the compiled library's export of the op's name, or torch_form without it.
+def register(schema: str, on_cpu: Callable[..., None], on_cuda: Callable[..., None]) -> Callable[..., None]:
+    """Define `mla_backends::<schema>`, every written argument marked, and give back what runs it.
 
     Returns:
-        A function of (on_cuda, *arguments).
+        A function of (is_cuda, *arguments): through the dispatcher where torch.compile looks on, else straight.
     """
     name = schema.partition("(")[0]
-
-    def kernel(*args: Any) -> None:
-        form = function(name) or torch_form
-        form(*args)
 
     def fake(*args: Any) -> None:
         return None
 
-    on_cuda = cuda_form or kernel
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, torch_form, "CPU")
+    _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, on_cuda, "CUDA")
     torch.library.register_fake(f"mla_backends::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.mla_backends, name).default
@@ -57,9 +45,50 @@ def register(
         elif is_cuda:
             on_cuda(*args)
         else:
-            torch_form(*args)
+            on_cpu(*args)
 
     return run
+
+
+class Op:
+    """One op: `took` tries the compiled kernel on arguments as they come, a call runs checked ones anywhere.
+
+    Checks in Python cost as much as a launch, and the kernel's host side makes the same ones for a hundredth of that.
+    So an eager CUDA call asks it first; only what it refuses is checked in Python, which finds the words.
+
+    Args:
+        schema: as `torch.library` takes it, every written argument marked; the op returns nothing.
+        torch_form: takes the schema's arguments.
+        cuda_form: the same, and True, or False with nothing done where they break the contract. By default the compiled
+            library's export of the op's name. Called only where there is a library.
+    """
+
+    def __init__(
+        self, schema: str, torch_form: Callable[..., None], cuda_form: Callable[..., bool] | None = None
+    ) -> None:
+        self.name = schema.partition("(")[0]
+        self._torch_form, self._cuda_form = torch_form, cuda_form
+        self._run = register(schema, torch_form, self._on_cuda)
+
+    def took(self, first: Tensor | None, *args: Any) -> bool:
+        """Whether the compiled kernel ran on these arguments; if not, nothing was done."""
+        if _is_compiling() or type(first) is not Tensor or not first.is_cuda:
+            return False
+        export = function(self.name)
+        if export is None:
+            return False
+        return bool((self._cuda_form or export)(first, *args))
+
+    def __call__(self, is_cuda: bool, first: Tensor | None, *args: Any) -> None:
+        """Run on checked arguments, of which there is something to write."""
+        self._run(is_cuda, first, *args)
+
+    def _on_cuda(self, *args: Any) -> None:
+        export = function(self.name)
+        if export is None:
+            self._torch_form(*args)
+        elif not (self._cuda_form or export)(*args):
+            raise RuntimeError(f"mla_backends::{self.name} was refused by its kernel though its checks passed")
 
 
 def refuse(name: str, found: object, taken: str) -> InvalidInput:

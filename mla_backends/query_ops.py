@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import dense_last, one_device, one_float, refuse, register, requests
+from mla_backends.op_table import Op, dense_last, one_device, one_float, refuse, requests
 
 __all__ = ["absorb_query", "batched_matmul", "concat_nope_rope", "quantize_query", "query_scale", "rope_tail"]
 
 _E4M3 = torch.float8_e4m3fn
 _VALUES = (torch.bfloat16, torch.float16, torch.float32)
 
-_batched_matmul = register(
+_batched_matmul = Op(
     "batched_matmul(Tensor(a!) out, Tensor a, Tensor b) -> ()", torch_ops.batched_matmul, cuda_ops.batched_matmul
 )
-_absorb_query = register(
+_absorb_query = Op(
     "absorb_query(Tensor(a!) latent, Tensor(b!) rope, Tensor q_nope, Tensor q_pe, Tensor w_uk, Tensor? scale) -> ()",
     torch_ops.absorb_query,
     cuda_ops.absorb_query,
 )
-_concat = register("concat_nope_rope(Tensor(a!) out, Tensor nope, Tensor rope) -> ()", torch_ops.concat_nope_rope)
-_rope_tail = register("rope_tail(Tensor(a!) rope, Tensor q_pe, Tensor? scale) -> ()", torch_ops.rope_tail)
-_quantize = register("quantize_query(Tensor(a!) out, Tensor query, Tensor scale) -> ()", torch_ops.quantize_query)
-_query_scale = register(
+_concat = Op("concat_nope_rope(Tensor(a!) out, Tensor nope, Tensor rope) -> ()", torch_ops.concat_nope_rope)
+_rope_tail = Op("rope_tail(Tensor(a!) rope, Tensor q_pe, Tensor? scale) -> ()", torch_ops.rope_tail)
+_quantize = Op("quantize_query(Tensor(a!) out, Tensor query, Tensor scale) -> ()", torch_ops.quantize_query)
+_query_scale = Op(
     "query_scale(Tensor(a!) out, Tensor latent, Tensor rope, Tensor? seq_lens, Tensor? cu_q_lens, int q_len) -> ()",
     torch_ops.query_scale,
 )
@@ -43,6 +43,8 @@ def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     Raises:
         InvalidInput: if batch or inner dimensions, dtypes, devices or last strides disagree.
     """
+    if _batched_matmul.took(out, a, b):
+        return
     if out.dim() != 3 or a.dim() != 3 or b.dim() != 3:
         raise refuse("out, a, b", [list(x.shape) for x in (out, a, b)], "[G, M, N], [G, M, K], [G, K, N]")
     (g, m, n), (ga, ma, k), (gb, kb, nb) = out.shape, a.shape, b.shape
@@ -57,7 +59,9 @@ def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     dense_last(out=out, a=a, b=b)
     device = out.get_device()
     one_device(device, a=a, b=b)
-    if out.numel():
+    if k == 0:
+        out.zero_()
+    elif out.numel():
         _batched_matmul(device >= 0, out, a, b)
 
 
@@ -80,10 +84,14 @@ def absorb_query(
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1.
     """
+    if _absorb_query.took(latent, rope, q_nope, q_pe, w_uk, scale):
+        return
     if latent.dim() != 3 or rope.dim() != 3 or q_nope.dim() != 3 or q_pe.dim() != 3 or w_uk.dim() != 3:
         found = [list(x.shape) for x in (latent, rope, q_nope, q_pe, w_uk)]
         raise refuse("latent, rope, q_nope, q_pe, w_uk", found, "[T, H, L], [T, H, R], [T, H, N], [T, H, R], [H, N, L]")
     (tokens, heads, width), (rank, rope_width) = q_nope.shape, (latent.shape[2], rope.shape[2])
+    if width < 1 or rank < 1:
+        raise refuse("the widths of q_nope and latent", f"{width} and {rank}", "at least 1")
     if w_uk.shape != (heads, width, rank):
         raise refuse("w_uk", list(w_uk.shape), f"{[heads, width, rank]}, from q_nope and latent")
     if q_pe.shape != (tokens, heads, rope_width):
@@ -124,6 +132,8 @@ def concat_nope_rope(out: Tensor, nope: Tensor, rope: Tensor) -> None:
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _concat.took(out, nope, rope):
+        return
     if out.dim() != 3 or nope.dim() != 3 or rope.dim() != 3:
         raise refuse(
             "out, nope, rope", [list(x.shape) for x in (out, nope, rope)], "[T, H, X + R], [T, H, X], [T, H or 1, R]"
@@ -155,6 +165,8 @@ def rope_tail(rope: Tensor, q_pe: Tensor, scale: Tensor | None = None) -> None:
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _rope_tail.took(rope, q_pe, scale):
+        return
     if rope.dim() != 3 or q_pe.dim() != 3:
         raise refuse("rope and q_pe", [list(x.shape) for x in (rope, q_pe)], "[T, H', R] and [T, H, R]")
     tokens, heads, width = q_pe.shape
@@ -185,6 +197,8 @@ def quantize_query(out: Tensor, query: Tensor, scale: Tensor) -> None:
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _quantize.took(out, query, scale):
+        return
     if out.dim() != 3 or out.shape != query.shape:
         raise refuse("out and query", [list(x.shape) for x in (out, query)], "one [T, H, D]")
     if out.dtype != _E4M3 or query.dtype not in _VALUES:
@@ -214,6 +228,8 @@ def query_scale(
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _query_scale.took(out, latent, rope, seq_lens, cu_q_lens, q_len):
+        return
     if latent.dim() != 3 or rope.dim() != 3 or latent.shape[:2] != rope.shape[:2]:
         raise refuse("latent and rope", [list(x.shape) for x in (latent, rope)], "[T, H, L] and [T, H, R]")
     if latent.dtype not in _VALUES or latent.dtype != rope.dtype:
@@ -223,4 +239,7 @@ def query_scale(
     one_device(device, latent=latent, rope=rope)
     one_float("out", out, device)
     requests(latent.shape[0], seq_lens, cu_q_lens, q_len, device)
-    _query_scale(device >= 0, out, latent, rope, seq_lens, cu_q_lens, q_len)
+    if latent.shape[0] and latent.shape[1]:
+        _query_scale(device >= 0, out, latent, rope, seq_lens, cu_q_lens, q_len)
+    else:
+        out.fill_(torch_ops.QUERY_SCALE_FLOOR)

@@ -11,31 +11,29 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import dense_last, one_device, refuse, register, requests
+from mla_backends.op_table import Op, dense_last, one_device, refuse, requests
 from mla_backends.result import Decoded
 
 __all__ = ["compact_slots", "finish_rows", "merge_partials", "sanitize_slots", "select_slots"]
 
 _INT32_MAX = 2**31 - 1
 
-_finish_rows = register(
-    "finish_rows(Tensor(a!)? out, Tensor(b!)? lse, Tensor? raw_lse, Tensor? seq_lens, Tensor? cu_q_lens, int q_len, "
+_finish_rows = Op(
+    "finish_rows(Tensor(a!)? lse, Tensor(b!)? out, Tensor? raw_lse, Tensor? seq_lens, Tensor? cu_q_lens, int q_len, "
     "bool causal, bool base2) -> ()",
     torch_ops.finish_rows,
 )
-_select_slots = register(
+_select_slots = Op(
     "select_slots(Tensor(a!) out, Tensor positions, Tensor block_table, int page_size, Tensor? seq_lens) -> ()",
     torch_ops.select_slots,
 )
-_sanitize_slots = register(
-    "sanitize_slots(Tensor(a!) out, Tensor slots, int num_slots) -> ()", torch_ops.sanitize_slots
-)
-_compact_slots = register(
+_sanitize_slots = Op("sanitize_slots(Tensor(a!) out, Tensor slots, int num_slots) -> ()", torch_ops.sanitize_slots)
+_compact_slots = Op(
     "compact_slots(Tensor(a!) out, Tensor(b!) counts, Tensor slots, int num_slots, int page_size, "
     "int rows_per_page) -> ()",
     torch_ops.compact_slots,
 )
-_merge_partials = register(
+_merge_partials = Op(
     "merge_partials(Tensor(a!) out, Tensor(b!) lse, Tensor outs, Tensor lses) -> ()",
     torch_ops.merge_partials,
     cuda_ops.merge_partials,
@@ -74,6 +72,8 @@ def finish_rows(
     """
     if not overwrite_out:
         out = None
+    if _finish_rows.took(lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2):
+        return
     shape = lse.shape if lse is not None else out.shape[:-1] if out is not None else None
     if shape is None:
         return
@@ -98,7 +98,7 @@ def finish_rows(
         dense_last(out=out)
     requests(math.prod(shape[:-1]), seq_lens, cu_q_lens, q_len, device)
     if first.numel():
-        _finish_rows(device >= 0, out, lse, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)
+        _finish_rows(device >= 0, lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)
 
 
 def select_slots(
@@ -118,6 +118,8 @@ def select_slots(
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _select_slots.took(out, positions, block_table, page_size, seq_lens):
+        return
     if positions.dim() not in (2, 3) or out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
         raise refuse(
             "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
@@ -131,8 +133,11 @@ def select_slots(
         raise refuse("the dtype of out", out.dtype, "int32")
     if page_size < 1:
         raise refuse("page_size", page_size, "at least 1")
-    if seq_lens is not None and (seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1]):
-        raise refuse("seq_lens", f"{list(seq_lens.shape)} {seq_lens.dtype}", f"[{positions.shape[0]}] int32")
+    if seq_lens is not None and (
+        seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1] or not seq_lens.is_contiguous()
+    ):
+        found = f"{list(seq_lens.shape)} {seq_lens.dtype} with strides {list(seq_lens.stride())}"
+        raise refuse("seq_lens", found, f"[{positions.shape[0]}] int32, contiguous")
     dense_last(out=out, positions=positions, block_table=block_table)
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
@@ -162,6 +167,8 @@ def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree.
     """
+    if _sanitize_slots.took(out, slots, num_slots):
+        return
     device = _checked_rows(out, slots)
     if out.numel():
         _sanitize_slots(device >= 0, out, slots, num_slots)
@@ -182,6 +189,8 @@ def compact_slots(
     Raises:
         InvalidInput: if shapes, dtypes, devices or last strides disagree, or a row id would not fit in int32.
     """
+    if _compact_slots.took(out, counts, slots, num_slots, page_size, rows_per_page):
+        return
     device = _checked_rows(out, slots)
     if counts.dtype != torch.int32 or counts.shape != slots.shape[:1] or not counts.is_contiguous():
         raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{slots.shape[0]}] int32, contiguous")
@@ -191,7 +200,9 @@ def compact_slots(
     largest = (max(num_slots, 1) - 1) // page_size * rows_per_page + page_size - 1
     if largest > _INT32_MAX:
         raise refuse("the largest row id", largest, f"at most {_INT32_MAX}")
-    if out.shape[0]:
+    if not out.shape[1]:
+        counts.zero_()
+    elif out.shape[0]:
         _compact_slots(device >= 0, out, counts, slots, num_slots, page_size, rows_per_page)
 
 

@@ -144,8 +144,8 @@ def query_scale(
 
 
 def finish_rows(
-    out: Tensor | None,
     lse: Tensor | None,
+    out: Tensor | None,
     raw_lse: Tensor | None,
     seq_lens: Tensor | None,
     cu_q_lens: Tensor | None,
@@ -226,8 +226,7 @@ def write_cache_and_rope(
     kv_scale_value: float,
 ) -> None:
     rope_tail(rope, q_pe)
-    if slots.numel() and data.numel():
-        write_cache(data, kv_c, k_pe, slots, format, kv_scale, kv_scale_value)
+    write_cache(data, kv_c, k_pe, slots, format, kv_scale, kv_scale_value)
 
 
 def write_indexer_cache(data: Tensor, k: Tensor, slots: Tensor) -> None:

@@ -90,12 +90,12 @@ class World:
     def query(self, *lead: int, heads: int = HEADS, seed: int = 3) -> Query:
         return Query.from_packed(self.normal(*lead, heads, 576, seed=seed))
 
-    def plan(self, cache: PagedCache, table: Tensor | None, lens: Tensor | None, **given: Any) -> DecodePlan:
-        """A plan with the lse; `lens` also go in on the host."""
+    def plan(self, cache: PagedCache, block_table: Tensor | None, seq_lens: Tensor | None, **given: Any) -> DecodePlan:
+        """A plan with the lse; `seq_lens` also go in on the host."""
         given = {"num_heads": HEADS, "softmax_scale": SCALE, "return_lse": True, "q_scale": self.q_scale, **given}
-        if lens is not None:
-            given.setdefault("seq_lens_cpu", lens.cpu())
-        return self.backend.plan(cache, table, lens, **given)
+        if seq_lens is not None and "seq_lens_cpu" not in given:
+            given["seq_lens_cpu"] = seq_lens.cpu()
+        return self.backend.plan(cache, block_table, seq_lens, **given)
 
     def truth(self, query: Query, cache: PagedCache, table: Tensor, lens: Tensor, **given: Any) -> Decoded:
         """The reference, on the query as the kernel reads it."""

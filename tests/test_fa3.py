@@ -199,7 +199,7 @@ def test_selected_slots_are_read_in_place_by_row(kind, condition):
 
 def test_a_step_is_planned_once_into_one_tensor_and_stays_equal_to_a_fresh_plan():
     backend, build = on_cpu("vllm")
-    trial = Trial(Condition(seq_lens=(700, 0, 64, 65)), "cpu")
+    trial = Trial(Condition(seq_lens=(700, 0, 64, 65)), "cpu", unused="finite")
     plan = trial.plan(backend)
     query = trial.query(plan)
     plan.run(query, trial.cache)
@@ -219,14 +219,14 @@ def test_a_step_is_planned_once_into_one_tensor_and_stays_equal_to_a_fresh_plan(
             softmax_scale=192**-0.5,
             return_lse=True,
         ).run(query, trial.cache)
-        assert torch.equal(fresh.out.view(torch.int16), got[-1].out.view(torch.int16))
+        assert torch.equal(fresh.out, got[-1].out)
         assert fresh.lse is not None
         assert torch.equal(fresh.lse, got[-1].lse)
 
 
 def test_an_engine_that_writes_lengths_itself_refreshes_the_metadata():
     backend, build = on_cpu("upstream")
-    trial = Trial(Condition(seq_lens=(700, 0, 64, 65)), "cpu")
+    trial = Trial(Condition(seq_lens=(700, 0, 64, 65)), "cpu", unused="finite")
     plan = trial.plan(backend)
     assert plan.seq_lens is not None
     plan.seq_lens.copy_(torch.tensor([1, 0, 3, 5]))
@@ -294,7 +294,7 @@ def test_unused_rows_reach_the_kernel_where_it_loads_whole_pages(change, reads):
 
 def _config(monkeypatch: pytest.MonkeyPatch, **flags: bool) -> None:
     module = ModuleType("flash_attn_config")
-    module.CONFIG = {"build_flags": flags}  # type: ignore[attr-defined]
+    module.CONFIG = {"build_flags": flags}
     monkeypatch.setitem(sys.modules, "flash_attn_config", module)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mla_adapters
 import pytest
 import torch
 from torch import Tensor
 
+import mla_adapters
 from mla_backends import (
     Device,
     Geometry,

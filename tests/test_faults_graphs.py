@@ -284,7 +284,7 @@ def test_an_unproved_plan_is_refused_while_a_graph_is_captured(graphs: Any, monk
     monkeypatch.setattr(PROOFS, "_known", {})
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(InvalidInput, match="call warmup first"), torch.cuda.graph(graph):
-        world.plan(cache, step["block_table"], step["seq_lens"])
+        world.plan(cache, **step)
 
 
 # --- waits, memory, streams -----------------------------------------------------------------------------------------------

@@ -301,6 +301,16 @@ def test_the_fused_write_with_no_tokens_writes_the_rope_alone(device):
     assert (memory == POISON).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fused_write_without_heads_writes_the_cache_alone(device):
+    (memory, layer), (want, want_layer) = slot_buffer("bf16", 2, 8, device), slot_buffer("bf16", 2, 8, device)
+    kv_c, k_pe = rows_of(3, BF16, device)
+    slots, nothing = torch.tensor([4, -1, 9], device=device), torch.empty(3, 0, 64, dtype=BF16, device=device)
+    ops.write_cache_and_rope(nothing, nothing, layer, kv_c, k_pe, slots, "bf16")
+    ops.write_cache(want_layer, kv_c, k_pe, slots, "bf16")
+    assert torch.equal(memory, want)
+
+
 def expected_indexer(k):
     """The 128 key bytes and the scale of one token."""
     values = numbers(k)
@@ -366,6 +376,7 @@ def test_offsets_past_two_to_the_31_bytes_are_right_in_indexer_writes():
     assert np.array_equal(memory[far + 8 * 128 + 20 : far + 8 * 128 + 24].cpu().numpy(), scale)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -382,13 +393,13 @@ def test_offsets_past_two_to_the_31_bytes_are_right_in_indexer_writes():
         ({"kv_scale": lambda _: 1.0}, "no scale of the whole cache"),
     ],
 )
-def test_a_write_that_does_not_fit_is_refused_with_its_name(change, says):
-    kv_c, k_pe = rows_of(3, BF16, "cpu")
+def test_a_write_that_does_not_fit_is_refused_with_its_name(change, says, device):
+    kv_c, k_pe = rows_of(3, BF16, device)
     given = {
-        "data": torch.zeros(2, 4, 576, dtype=BF16),
+        "data": torch.zeros(2, 4, 576, dtype=BF16, device=device),
         "kv_c": kv_c,
         "k_pe": k_pe,
-        "slot_mapping": torch.arange(3),
+        "slot_mapping": torch.arange(3, device=device),
         "format": "bf16",
         "kv_scale": None,
     }
@@ -396,15 +407,19 @@ def test_a_write_that_does_not_fit_is_refused_with_its_name(change, says):
         ops.write_cache(**{name: change.get(name, lambda x: x)(x) for name, x in given.items()})
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, torch.ones(2), torch.ones(1, dtype=torch.float64)])
-def test_a_kv_scale_is_positive_and_finite_or_one_float32(scale):
-    kv_c, k_pe = rows_of(1, BF16, "cpu")
+def test_a_kv_scale_is_positive_and_finite_or_one_float32(scale, device):
+    kv_c, k_pe = rows_of(1, BF16, device)
+    data, slots = (
+        torch.zeros(1, 4, 576, dtype=torch.uint8, device=device),
+        torch.zeros(1, dtype=torch.int64, device=device),
+    )
     with pytest.raises(InvalidInput, match="kv_scale"):
-        ops.write_cache(
-            torch.zeros(1, 4, 576, dtype=torch.uint8), kv_c, k_pe, torch.zeros(1, dtype=torch.int64), "fp8", scale
-        )
+        ops.write_cache(data, kv_c, k_pe, slots, "fp8", scale.to(device) if isinstance(scale, torch.Tensor) else scale)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("data", "says"),
     [
@@ -413,6 +428,9 @@ def test_a_kv_scale_is_positive_and_finite_or_one_float32(scale):
         (torch.zeros(2, 8, 132, dtype=torch.uint8)[:, ::2], "split by page"),
     ],
 )
-def test_an_indexer_cache_has_dense_pages_of_132_bytes_a_token(data, says):
+def test_an_indexer_cache_has_dense_pages_of_132_bytes_a_token(data, says, device):
+    on = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=device)
     with pytest.raises(InvalidInput, match=says):
-        ops.write_indexer_cache(data, torch.zeros(1, 128), torch.zeros(1, dtype=torch.int64))
+        ops.write_indexer_cache(
+            on, torch.zeros(1, 128, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+        )

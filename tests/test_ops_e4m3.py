@@ -132,6 +132,7 @@ def test_a_measured_scale_is_never_zero(tokens, device):
     assert (stored.float() == 0).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -142,7 +143,7 @@ def test_a_measured_scale_is_never_zero(tokens, device):
         ({"scale": torch.ones(1, dtype=BF16)}, "scale"),
     ],
 )
-def test_a_quantisation_that_does_not_fit_is_refused(change, says):
+def test_a_quantisation_that_does_not_fit_is_refused(change, says, device):
     given = {"out": torch.empty(2, 3, 8).to(E4M3), "query": torch.empty(2, 3, 8), "scale": torch.ones(1)}
     with pytest.raises(InvalidInput, match=says):
-        ops.quantize_query(**(given | change))
+        ops.quantize_query(**{name: x.to(device) for name, x in (given | change).items()})

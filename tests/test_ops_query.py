@@ -103,12 +103,21 @@ def test_a_product_of_a_view_of_a_parameter_needs_no_gradient(device):
     assert error(out, triple_loop(a, b)) < TOLERANCE[BF16]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("empty", [(0, 3, 8, 8), (2, 0, 8, 8), (2, 3, 8, 0)])
-def test_an_empty_product_is_no_launch(empty):
+def test_an_empty_product_is_no_launch(empty, device):
     g, m, k, n = empty
-    ops.batched_matmul(poisoned(g, m, n), normal(g, m, k), normal(g, k, n))
+    ops.batched_matmul(*(x.to(device) for x in (poisoned(g, m, n), normal(g, m, k), normal(g, k, n))))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_product_over_nothing_is_zero(device):
+    out = poisoned(2, 3, 8, device=device)
+    ops.batched_matmul(out, normal(2, 3, 0, device=device), normal(2, 0, 8, device=device))
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -122,8 +131,8 @@ def test_an_empty_product_is_no_launch(empty):
         (lambda o, a, b: (o[0], a[0], b[0]), r"\[G, M, N\]"),
     ],
 )
-def test_operands_that_do_not_fit_are_named(wrong, says):
-    out, a, b, _ = layouts("contiguous", BF16, "cpu")
+def test_operands_that_do_not_fit_are_named(wrong, says, device):
+    out, a, b, _ = layouts("contiguous", BF16, device)
     with pytest.raises(InvalidInput, match=says):
         ops.batched_matmul(*wrong(out, a, b))
 
@@ -200,6 +209,7 @@ def test_absorption_is_bit_equal_over_repeats_on_both_sides_of_the_crossover(tok
     assert all(torch.equal(run, runs[0]) for run in runs)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -217,8 +227,8 @@ def test_absorption_is_bit_equal_over_repeats_on_both_sides_of_the_crossover(tok
         ({"latent": lambda x: x[0]}, r"\[T, H, L\]"),
     ],
 )
-def test_a_query_that_does_not_fit_is_refused_with_its_name(change, says):
-    _, latent, rope, q_nope, q_pe, w_uk = query_of(4, 3, 4, BF16, "cpu")
+def test_a_query_that_does_not_fit_is_refused_with_its_name(change, says, device):
+    _, latent, rope, q_nope, q_pe, w_uk = query_of(4, 3, 4, BF16, device)
     given = {"latent": latent, "rope": rope, "q_nope": q_nope, "q_pe": q_pe, "w_uk": w_uk, "scale": None}
     with pytest.raises(InvalidInput, match=says):
         ops.absorb_query(**{name: change.get(name, lambda x: x)(x) for name, x in given.items()})
@@ -312,14 +322,16 @@ def test_concatenation_into_a_slice_leaves_its_neighbours(device):
     assert not buffer[:, :10, :576].isnan().any()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(0, 4, 8, 8), (3, 0, 8, 8)])
-def test_an_empty_concatenation_is_no_launch(shape):
+def test_an_empty_concatenation_is_no_launch(shape, device):
     tokens, heads, width, rope = shape
     ops.concat_nope_rope(
         poisoned(tokens, heads, width + rope), normal(tokens, heads, width), normal(tokens, heads, rope)
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -331,9 +343,9 @@ def test_an_empty_concatenation_is_no_launch(shape):
         (lambda o, n, r: (o, n.flatten(0, 1), r), r"\[T, H, X"),
     ],
 )
-def test_a_concatenation_that_does_not_fit_is_refused(wrong, says):
+def test_a_concatenation_that_does_not_fit_is_refused(wrong, says, device):
     with pytest.raises(InvalidInput, match=says):
-        ops.concat_nope_rope(*wrong(poisoned(3, 4, 72), normal(3, 4, 64), normal(3, 4, 8)))
+        ops.concat_nope_rope(*(x.to(device) for x in wrong(poisoned(3, 4, 72), normal(3, 4, 64), normal(3, 4, 8))))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -152,6 +152,7 @@ def test_no_rows_are_no_launch(device):
     ops.finish_rows(out, lse, lse, ints([], device), q_len=1, causal=True, base2=False, overwrite_out=True)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -165,7 +166,7 @@ def test_no_rows_are_no_launch(device):
         ({"q_len": 0}, "q_len"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_with_their_name(change, says):
+def test_rows_that_do_not_fit_are_refused_with_their_name(change, says, device):
     given = {
         "out": torch.empty(4, 2, 8),
         "lse": torch.empty(4, 2),
@@ -173,8 +174,9 @@ def test_rows_that_do_not_fit_are_refused_with_their_name(change, says):
         "seq_lens": ints([1, 2]),
         "q_len": 2,
     }
+    moved = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in (given | change).items()}
     with pytest.raises(InvalidInput, match=says):
-        ops.finish_rows(**(given | change), causal=True, base2=False, overwrite_out=True)
+        ops.finish_rows(**moved, causal=True, base2=False, overwrite_out=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -241,10 +243,18 @@ def test_valid_slots_move_to_the_front_in_their_order_as_rows(topk, device):
         assert got == rows + [0] * (topk + 9 - len(rows))
 
 
-def test_row_ids_beyond_int32_are_refused():
-    table = ints([[0]])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_no_slots_count_none(device):
+    nothing, counts = torch.empty(3, 0, dtype=INT32, device=device), ints([7, 7, 7], device)
+    ops.compact_slots(nothing, counts, nothing, 900)
+    assert counts.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_row_ids_beyond_int32_are_refused(device):
+    table = ints([[0]], device)
     with pytest.raises(InvalidInput, match="largest row id"):
-        ops.compact_slots(table.clone(), ints([0]), table, 2**20, page_size=64, rows_per_page=2**18)
+        ops.compact_slots(table.clone(), ints([0], device), table, 2**20, page_size=64, rows_per_page=2**18)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,12 +1,12 @@
 // Every weight is read once, in 16-byte loads that are all in flight before the first is used, and stays in registers
 // while the tokens pass, 16 at a time, through mma.m16n8k16.
 //
-// A warp has 64 columns and up to 128 of the inner dimension. Lane (g, q) = (lane / 4, lane % 4) loads, of each 16 inner rows,
-// rows 4q .. 4q+3 and columns 8g .. 8g+7: per row, eight lanes read 128 bytes in a line. mma wants of a lane the inner
-// pairs of column g; which columns are called "g" and which inner rows "2q" is ours to choose, as long as both operands
-// agree. So tile j takes column 8g + j, and inner rows 4q, 4q+1 | 4q+2, 4q+3 take the places 2q, 2q+1 | 2q+8, 2q+9:
-// the weights need no shared memory, only a byte permutation, the query is read 8 bytes a lane, and the lane ends up
-// with 16 neighbouring columns of a token, a 32-byte store.
+// A warp has 64 columns and up to 128 of the inner dimension. Lane (g, q) = (lane / 4, lane % 4) loads, of each 16
+// inner rows, rows 4q .. 4q+3 and columns 8g .. 8g+7: per row, eight lanes read 128 bytes in a line. mma wants of a
+// lane the inner pairs of column g; which columns are called "g" and which inner rows "2q" is ours to choose, as long
+// as both operands agree. So tile j takes column 8g + j, and inner rows 4q, 4q+1 | 4q+2, 4q+3 take the places 2q, 2q+1
+// | 2q+8, 2q+9: the weights need no shared memory, only a byte permutation, the query is read 8 bytes a lane, and the
+// lane ends up with 16 neighbouring columns of a token, a 32-byte store.
 #pragma once
 
 #include "../device.cuh"
@@ -143,7 +143,8 @@ __global__ void __launch_bounds__(kAbsorbThreads, 2) absorb_kernel(const __grid_
   const int column = (blockIdx.x * (kAbsorbWarps / kInnerWarps) + warp / kInnerWarps) * kWarpColumns;
   const int inner = inner_warp * kSteps * 16;
 
-  const T* b = static_cast<const T*>(p.b) + head * p.b_head_stride + (inner + 4 * q) * p.b_inner_stride + column + 8 * g;
+  const T* b =
+      static_cast<const T*>(p.b) + head * p.b_head_stride + (inner + 4 * q) * p.b_inner_stride + column + 8 * g;
   uint4 raw[kSteps][4];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {

@@ -11,12 +11,12 @@ namespace mla {
 
 // Strides in elements. Bases, outer strides and rope_width are multiples of 16 bytes (of 8 for `a`).
 struct AbsorbParams {
-  void* out;          // [heads, tokens, columns] of `element`, or e4m3 where scale is given
-  const void* a;      // [heads, tokens, inner]
-  const void* b;      // [heads, inner, columns]
-  void* rope_out;     // [heads, tokens, rope_width] as out; null if rope_width is 0
-  const void* rope;   // [heads, tokens, rope_width]; null if rope_width is 0
-  const float* scale; // one value on the device, or null
+  void* out;           // [heads, tokens, columns] of `element`, or e4m3 where scale is given
+  const void* a;       // [heads, tokens, inner]
+  const void* b;       // [heads, inner, columns]
+  void* rope_out;      // [heads, tokens, rope_width] as out; null if rope_width is 0
+  const void* rope;    // [heads, tokens, rope_width]; null if rope_width is 0
+  const float* scale;  // one value on the device, or null
   int heads;
   int tokens;
   int inner;    // 128 or 512

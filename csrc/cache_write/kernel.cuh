@@ -125,7 +125,8 @@ __device__ __forceinline__ void write_fp8_ds_mla(const CacheWriteParams& p, int6
     if constexpr (kAligned) {
       *reinterpret_cast<float*>(to) = scale;
     } else {
-      for (int i = 0; i < static_cast<int>(sizeof(float)); ++i) to[i] = static_cast<uint8_t>(__float_as_uint(scale) >> (8 * i));
+      for (int i = 0; i < static_cast<int>(sizeof(float)); ++i)
+        to[i] = static_cast<uint8_t>(__float_as_uint(scale) >> (8 * i));
     }
   }
   if (!has_rope) return;
@@ -149,7 +150,8 @@ __device__ __forceinline__ void copy_query_rope(const CacheWriteParams& p, int64
   const int64_t token = group / groups;
   const int head = static_cast<int>(group % groups) * kHeads + threadIdx.x / kLanes;
   if (head >= p.query_heads) return;
-  auto* to = reinterpret_cast<Unit*>(p.query_rope + token * p.query_rope_token_stride + head * p.query_rope_head_stride);
+  auto* to =
+      reinterpret_cast<Unit*>(p.query_rope + token * p.query_rope_token_stride + head * p.query_rope_head_stride);
   const auto* from =
       reinterpret_cast<const Unit*>(p.query_from + token * p.query_from_token_stride + head * p.query_from_head_stride);
   const int units = p.query_rope_bytes / static_cast<int>(sizeof(Unit));

@@ -12,9 +12,9 @@ namespace mla {
 enum class RowFormat { kCopy, kFp8, kFp8DsMla };
 
 struct CacheWriteParams {
-  char* data;          // [pages, page_size, row]; strides in bytes
-  const char* kv_c;    // [tokens, rank] of `element`; strides in elements
-  const char* k_pe;    // [tokens, rope]
+  char* data;             // [pages, page_size, row]; strides in bytes
+  const char* kv_c;       // [tokens, rank] of `element`; strides in elements
+  const char* k_pe;       // [tokens, rope]
   const int64_t* slots;   // [tokens]; outside [0, num_slots) is skipped
   const float* kv_scale;  // fp8: one value on the device; null: kv_scale_value
   float kv_scale_value;

@@ -21,10 +21,14 @@ void launch(const ConcatParams& p, cudaStream_t stream) {
 
 void concat(const ConcatParams& p, cudaStream_t stream) {
   switch (p.unit) {
-    case 16: return launch<uint4>(p, stream);
-    case 4: return launch<uint32_t>(p, stream);
-    case 2: return launch<uint16_t>(p, stream);
-    default: return launch<uint8_t>(p, stream);
+    case 16:
+      return launch<uint4>(p, stream);
+    case 4:
+      return launch<uint32_t>(p, stream);
+    case 2:
+      return launch<uint16_t>(p, stream);
+    default:
+      return launch<uint8_t>(p, stream);
   }
 }
 

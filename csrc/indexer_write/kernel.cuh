@@ -34,7 +34,8 @@ __global__ void __launch_bounds__(kIndexerThreads) write_indexer_kernel(const __
   if constexpr (kAligned) {
     *reinterpret_cast<float*>(to) = scale;
   } else {
-    for (int i = 0; i < static_cast<int>(sizeof(float)); ++i) to[i] = static_cast<uint8_t>(__float_as_uint(scale) >> (8 * i));
+    for (int i = 0; i < static_cast<int>(sizeof(float)); ++i)
+      to[i] = static_cast<uint8_t>(__float_as_uint(scale) >> (8 * i));
   }
 }
 

@@ -38,7 +38,8 @@ __global__ void __launch_bounds__(kScaleThreads) query_scale_kernel(const __grid
     const T* rope = reinterpret_cast<const T*>(p.rope) + token * p.rope_token_stride;
     for (int head = warp; head < p.heads; head += kScaleThreads / kWarp) {
       amax = fmaxf(amax, row_amax<T, kAligned>(latent + head * p.latent_head_stride, p.rank, lane));
-      if (p.rope_width > 0) amax = fmaxf(amax, row_amax<T, kAligned>(rope + head * p.rope_head_stride, p.rope_width, lane));
+      if (p.rope_width > 0)
+        amax = fmaxf(amax, row_amax<T, kAligned>(rope + head * p.rope_head_stride, p.rope_width, lane));
     }
   }
   amax = max_over<kWarp>(amax);

@@ -11,11 +11,11 @@ namespace mla {
 
 // Strides in elements.
 struct QueryScaleParams {
-  float* out;              // one value
-  const char* latent;      // [tokens, heads, rank] of `element`
-  const char* rope;        // [tokens, heads, rope_width]; null if rope_width is 0
-  const int* seq_lens;     // [requests], or null: every request is live
-  const int* cu_q_lens;    // [requests + 1], or null: request = token / q_len
+  float* out;            // one value
+  const char* latent;    // [tokens, heads, rank] of `element`
+  const char* rope;      // [tokens, heads, rope_width]; null if rope_width is 0
+  const int* seq_lens;   // [requests], or null: every request is live
+  const int* cu_q_lens;  // [requests + 1], or null: request = token / q_len
   int64_t tokens;
   int requests;
   int q_len;
