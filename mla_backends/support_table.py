@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable
 
 from mla_backends.adapter import Adapter
 from mla_backends.device import Device
+from mla_backends.errors import InvalidInput
 from mla_backends.support import Joint, Limit, OneOf
 
-__all__ = ["markdown"]
+__all__ = ["BEGIN", "END", "markdown", "with_table"]
+
+BEGIN, END = "<!-- support table -->", "<!-- end of the support table -->"
+"""Lines of a document between which the table belongs."""
 
 
 def markdown(adapters: Iterable[Adapter]) -> str:
@@ -21,6 +25,21 @@ def markdown(adapters: Iterable[Adapter]) -> str:
             notes.append(f"- `{adapter.name}` takes {'; '.join(rest)}.")
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([table, "", *notes]) if notes else table
+
+
+def with_table(document: str, table: str) -> str:
+    """A document with the table between its two marks, whatever was there before.
+
+    Raises:
+        InvalidInput: where it does not have both marks, in this order.
+    """
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InvalidInput(
+            f"the document has no place for a table, it takes a line {BEGIN!r} and a line {END!r} below it"
+        )
+    return f"{before}{begin}\n{table}\n{end}{after}"
 
 
 def _limit(adapter: Adapter, subject: str) -> Limit | None:

@@ -28,8 +28,8 @@ FLOORS = (
     "canary",
     "backend",
     "__init__",
-    "trials",
-    "testing compare support_table timing",
+    "trials timing",
+    "testing compare support_table",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
