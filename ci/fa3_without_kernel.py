@@ -1,6 +1,6 @@
 """What becomes of an FA3 build without the (64, 512) kernels: refused by its flags, and with those hidden by the canary.
 
-    python ci/fa3_without_kernel.py      with tokenspeed-fa3 as the only FA3 that can be imported
+python ci/fa3_without_kernel.py      with tokenspeed-fa3 as the only FA3 that can be imported
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from mla_backends.adapter import Adapter
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
-from mla_backends.support import Joint, Limit, OneOf
+from mla_backends.support import Joint, Limit, OneOf, Range
 
 __all__ = ["BEGIN", "END", "markdown", "with_table"]
 
@@ -46,12 +46,18 @@ def _limit(adapter: Adapter, subject: str) -> Limit | None:
     return next((r for r in adapter.support if isinstance(r, Limit) and r.subject == subject), None)
 
 
+def _is_unbounded(limit: Limit) -> bool:
+    """Whether every count is taken."""
+    takes = limit.takes
+    return isinstance(takes, Range) and takes.low <= 1 and takes.high is None and takes.step == 1
+
+
 def _runs_on(adapter: Adapter) -> str:
     limit = _limit(adapter, "capability")
     if limit is None:
         return "any device"
     values = limit.takes.values if isinstance(limit.takes, OneOf) else ()
-    devices = ", ".join(str(Device(capability)) for capability in values)
+    devices = ", ".join(str(Device(capability)) for capability in sorted(values, key=lambda c: c or ()))
     return f"{devices}; any device when named" if limit.unless_forced else devices
 
 
@@ -60,7 +66,7 @@ def _values(subject: str) -> Callable[[Adapter], str]:
 
     def cell(adapter: Adapter) -> str:
         limit = _limit(adapter, subject)
-        if limit is None:
+        if limit is None or _is_unbounded(limit):
             return "any"
         return ", ".join(map(str, limit.takes.values)) if isinstance(limit.takes, OneOf) else str(limit.takes)
 
@@ -93,7 +99,9 @@ def _keys(adapter: Adapter) -> str:
     limit = _limit(adapter, "topk")
     if limit is None:
         return "dense, sparse"
-    return "dense" if None in limit.takes else f"sparse, topk {limit.takes}"
+    if None in limit.takes:
+        return "dense"
+    return "sparse" if _is_unbounded(limit) else f"sparse, topk {limit.takes}"
 
 
 def _strides(adapter: Adapter) -> str:

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+for package in ("typer", "rich"):
+    pytest.importorskip(package, reason=f"the command line needs {package}, of the [cli] extra")
+
+# ruff: noqa: E402, for what needs the extra
 from typer.testing import CliRunner, Result
 
 import mla_backends.backend

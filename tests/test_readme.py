@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from mla_backends import InvalidInput, Problem, get_backend
 from mla_backends.adapter import Adapter
 from mla_backends.catalogue import installed
-from mla_backends.cli import app
 from mla_backends.support_table import BEGIN, END, markdown, with_table
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -67,9 +65,12 @@ def test_a_table_needs_its_two_marks() -> None:
 
 def test_the_refusal_is_what_explain_prints() -> None:
     """Each line, in order; "..." stands for those left out."""
+    testing = pytest.importorskip("typer.testing", reason="the command line needs the [cli] extra")
+    from mla_backends.cli import app
+
     found = re.search(r"^\$ mla-backends (explain .*)\n((?:.*\n)*?)```", README, re.MULTILINE)
     assert found is not None
-    printed = CliRunner().invoke(app, found[1].split()).stdout.splitlines()
+    printed = testing.CliRunner().invoke(app, found[1].split()).stdout.splitlines()
     shown = [line for line in found[2].splitlines() if line.strip() != "..."]
     assert len(shown) >= 5
     rest = iter(printed)
