@@ -31,7 +31,7 @@ BF16, DEVICE = torch.bfloat16, "cuda"
 ROTATING_BYTES, MOST_SETS, LEAST_CALLS, REPLAYS = 180e6, 256, 10, 30
 HEADS, TOKENS = (16, 64, 128), (1, 4, 16, 32, 128, 512, 2048, 8192)
 WRITE_TOKENS = (1, 16, 128, 1024, 4096, 16384)
-CROSSOVER_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CROSSOVER_TOKENS = (1, 4, 16, 32, 40, 48, 56, 64, 96, 128)
 PAGE_SIZE = 64
 ANY = 1 << 30
 FORMATS: tuple[Format, ...] = ("bf16", "fp8", "fp8_ds_mla")
@@ -163,33 +163,30 @@ def taken(export: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         raise SystemExit("the kernel for few tokens refused its own shape")
 
 
-def crossover(heads: int, tokens: int, inner: int) -> Row:
-    """Our kernel for few tokens against cuBLAS and the tail, whatever the ops would choose. inner 512 is `project`."""
-    absorb, tail, matmul = function("absorb_query"), function("rope_tail"), function("batched_matmul")
-    if absorb is None or tail is None or matmul is None:
+def crossover(heads: int, tokens: int, dtype: torch.dtype) -> Row:
+    """Our kernel for few tokens against cuBLAS and what must follow it, whatever the ops would choose."""
+    absorb, tail, quantize = function("absorb_query"), function("rope_tail"), function("quantize_query")
+    if absorb is None or tail is None or quantize is None:
         raise SystemExit(str(ops.compiled()))
-    if inner == 512:
+    is_e4m3 = dtype == torch.float8_e4m3fn
+    scale = torch.full((1,), 0.1, device=DEVICE) if is_e4m3 else None
 
-        def make() -> tuple[Tensor, ...]:
-            out, latent = (torch.empty(tokens, heads, 128, device=DEVICE, dtype=BF16), normal(tokens, heads, 512))
-            return out.transpose(0, 1), latent.transpose(0, 1), normal(heads, 512, 128)
-
-        row = Row("crossover", "project", tokens, heads, 2 * (heads * 128 * 512 + tokens * heads * 640))
-        variants = twice(lambda x: taken(matmul, (*x, ANY)), {"cuBLAS": lambda x: torch.bmm(x[1], x[2], out=x[0])})
-        return measure(row, make, variants)
-
-    def make_query() -> tuple[Tensor, ...]:
+    def make() -> tuple[Tensor, ...]:
         projected = normal(tokens, heads, 192)
-        out = torch.empty(tokens, heads, 576, device=DEVICE, dtype=BF16)
+        out = torch.empty(tokens, heads, 576, device=DEVICE, dtype=dtype)
         return out[..., :512], out[..., 512:], projected[..., :128], projected[..., 128:], normal(heads, 128, 512)
 
     def cublas(x: tuple[Tensor, ...]) -> None:
         latent, rope, q_nope, q_pe, w_uk = x
-        torch.bmm(q_nope.transpose(0, 1), w_uk, out=latent.transpose(0, 1))
-        tail(rope, q_pe, None)
+        if is_e4m3:
+            quantize(latent, torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1), scale)
+        else:
+            torch.bmm(q_nope.transpose(0, 1), w_uk, out=latent.transpose(0, 1))
+        tail(rope, q_pe, scale)
 
-    row = Row("crossover", "absorb", tokens, heads, 2 * (heads * 128 * 512 + tokens * heads * 768))
-    return measure(row, make_query, twice(lambda x: taken(absorb, (*x, None, ANY)), {"cuBLAS": cublas}))
+    moved = 2 * (heads * 128 * 512 + tokens * heads * 192) + tokens * heads * 576 * dtype.itemsize
+    row = Row("crossover", "absorb to e4m3" if is_e4m3 else "absorb", tokens, heads, moved)
+    return measure(row, make, twice(lambda x: taken(absorb, (*x, scale, ANY)), {"cuBLAS": cublas}))
 
 
 def check(vllm: Any) -> list[str]:
@@ -245,8 +242,8 @@ def main() -> None:
         if "concat" in wanted:
             rows += [concatenation(heads, t, vllm) for t in some(TOKENS)]
         if "crossover" in wanted:
-            for inner in (128, 512):
-                rows += [crossover(heads, t, inner) for t in some(CROSSOVER_TOKENS)]
+            for dtype in (BF16, torch.float8_e4m3fn):
+                rows += [crossover(heads, t, dtype) for t in some(CROSSOVER_TOKENS)]
     if "writes" in wanted:
         for t in some(WRITE_TOKENS):
             rows += [cache_write(f, t, vllm) for f in FORMATS] + [indexer_write(t, vllm)]

@@ -59,6 +59,24 @@ __device__ __forceinline__ void store_bytes(uint8_t* to, uint64_t bytes) {
   }
 }
 
+// Eight values as bf16. Rounded in pairs: ptxas 13.0 turns a byte store of a single value's conversion into a conversion
+// to an integer (F2I.U8.F16 in the machine code), which was seen in wrong bytes; a pair is an ordinary register to it.
+template <bool kAligned>
+__device__ __forceinline__ void store_bf16(uint8_t* to, const float (&values)[kVector]) {
+  alignas(16) uint32_t pairs[kVector / 2];
+#pragma unroll
+  for (int i = 0; i < kVector / 2; ++i) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(values[2 * i], values[2 * i + 1]);
+    pairs[i] = *reinterpret_cast<const uint32_t*>(&pair);
+  }
+  if constexpr (kAligned) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(pairs);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVector * 2; ++i) to[i] = static_cast<uint8_t>(pairs[i / 4] >> (8 * (i % 4)));
+  }
+}
+
 // The e4m3 of x: nearest even, saturated, every NaN as 0x7f (the sign of a NaN differs between machines).
 __device__ __forceinline__ uint8_t e4m3(float x) {
   return isnan(x) ? uint8_t{0x7f} : __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
@@ -79,14 +97,40 @@ __device__ __forceinline__ uint64_t e4m3_vector(const float (&values)[kVector]) 
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// IEEE division, so that the bytes are those of the torch form; a scale of 1 changes nothing and is skipped.
-__device__ __forceinline__ float divided(float x, float scale) { return scale == 1.0f ? x : __fdiv_rn(x, scale); }
+// x / scale for e4m3, where many x have one scale: the IEEE quotient wherever e4m3 can tell, so that the bytes are those
+// of the torch form, without the branches of a full division for each x.
+//
+// The scale is brought into [1, 2), x by the same power of two, which is exact. One step of refinement leaves the
+// quotient within a unit in the last place; from there a second one is correctly rounded, the inverse being so (Markstein,
+// IBM J. Res. Dev. 34, 1990). It needs finite numbers and would lose the sign of zero, so past 1024, where e4m3 has long
+// saturated, and for an infinite scale the product stands, and the sign is always the product's.
+class Divisor {
+ public:
+  __device__ __forceinline__ explicit Divisor(float scale) {
+    constexpr uint32_t kLargest = 254;  // the biased exponent of the largest finite numbers; 255 has infinity and NaN
+    const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
+    shrink_ = exponent < kLargest ? __uint_as_float((kLargest - exponent) << 23) : 0x1p-127f;
+    divisor_ = scale * shrink_;
+    inverse_ = __frcp_rn(divisor_);
+    limit_ = exponent <= kLargest ? 1024.0f : 0.0f;
+  }
 
-__device__ __forceinline__ void divide(float (&values)[kVector], float scale) {
-  if (scale == 1.0f) return;
+  __device__ __forceinline__ float operator()(float x) const {
+    x *= shrink_;
+    const float product = x * inverse_;
+    float quotient = __fmaf_rn(__fmaf_rn(-divisor_, product, x), inverse_, product);
+    quotient = __fmaf_rn(__fmaf_rn(-divisor_, quotient, x), inverse_, quotient);
+    return fabsf(product) < limit_ ? copysignf(quotient, product) : product;
+  }
+
+  __device__ __forceinline__ void operator()(float (&values)[kVector]) const {
 #pragma unroll
-  for (float& value : values) value = __fdiv_rn(value, scale);
-}
+    for (float& value : values) value = (*this)(value);
+  }
+
+ private:
+  float shrink_, divisor_, inverse_, limit_;
+};
 
 __device__ __forceinline__ float finite_magnitude(float x) {
   const uint32_t magnitude = __float_as_uint(x) & 0x7fffffffu;

@@ -5,7 +5,6 @@
 #include "row_exports.h"
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(absorb_query, mla::absorb_query);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(batched_matmul, mla::batched_matmul);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(concat_nope_rope, mla::concat_nope_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rope_tail, mla::rope_tail);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(quantize_query, mla::quantize_query);

@@ -111,40 +111,10 @@ inline bool rope_tail(TensorView rope, TensorView q_pe, OptionalTensor scale) {
 // What is left to Python, which has cuBLAS.
 enum Outcome : int64_t { kRefused = 0, kDone = 1, kProductIsLeft = 2 };
 
-// Whether the kernel for few rows takes operands: [tokens, heads, inner], [heads, inner, columns], [tokens, heads,
-// columns].
-inline bool few_rows_fits(const TensorView& out, const TensorView& a, const TensorView& b) {
-  const int64_t inner = b.size(1), columns = b.size(2);
-  const bool shaped = (inner == 128 && columns % 256 == 0) || (inner == 512 && columns % 64 == 0);
-  return shaped && item_bytes(a) == 2 && b.size(0) <= 65535 && aligned(a, 8) && all_aligned({out, b});
-}
-
-inline AbsorbParams few_rows(const TensorView& out, const TensorView& a, const TensorView& b, int token_dim,
-                             int head_dim) {
-  return AbsorbParams{
-      .out = out.data_ptr(),
-      .a = a.data_ptr(),
-      .b = b.data_ptr(),
-      .rope_out = nullptr,
-      .rope = nullptr,
-      .scale = nullptr,
-      .heads = static_cast<int>(b.size(0)),
-      .tokens = static_cast<int>(a.size(token_dim)),
-      .inner = static_cast<int>(b.size(1)),
-      .columns = static_cast<int>(b.size(2)),
-      .rope_width = 0,
-      .out_head_stride = step(out, head_dim),
-      .out_token_stride = step(out, token_dim),
-      .a_head_stride = step(a, head_dim),
-      .a_token_stride = step(a, token_dim),
-      .b_head_stride = step(b, 0),
-      .b_inner_stride = step(b, 1),
-      .rope_out_head_stride = 0,
-      .rope_out_token_stride = 0,
-      .rope_head_stride = 0,
-      .rope_token_stride = 0,
-      .element = element_of(a),
-  };
+// Whether the kernel for few tokens takes the product's operands: [T, H, L], [T, H, N], [H, N, L].
+inline bool few_tokens_fit(const TensorView& latent, const TensorView& q_nope, const TensorView& w_uk) {
+  return w_uk.size(1) == kAbsorbInner && w_uk.size(2) % 256 == 0 && item_bytes(q_nope) == 2 && w_uk.size(0) <= 65535 &&
+         aligned(q_nope, 8) && all_aligned({latent, w_uk});
 }
 
 // Up to `few` tokens everything in one launch, where the kernel takes the operands; else the rope tail alone.
@@ -160,37 +130,36 @@ inline int64_t absorb_query(TensorView latent, TensorView rope, TensorView q_nop
   const bool has_rope = q_pe.size(2) > 0;
   const bool rope_aligned = !has_rope || (aligned(q_pe) && aligned(rope, kVectorValues * item_bytes(rope)) &&
                                           q_pe.size(2) % kVectorValues == 0);
-  if (q_nope.size(0) > few || !rope_aligned || !few_rows_fits(latent, q_nope, w_uk)) {
+  if (q_nope.size(0) > few || !rope_aligned || !few_tokens_fit(latent, q_nope, w_uk)) {
     if (has_rope) copy_tail(rope, q_pe, scale);
     return kProductIsLeft;
   }
-  AbsorbParams params = few_rows(latent, q_nope, w_uk, 0, 1);
-  params.scale = data_of<float>(scale);
-  if (has_rope) {
-    params.rope_out = rope.data_ptr();
-    params.rope = q_pe.data_ptr();
-    params.rope_width = static_cast<int>(q_pe.size(2));
-    params.rope_out_head_stride = step(rope, 1);
-    params.rope_out_token_stride = step(rope, 0);
-    params.rope_head_stride = step(q_pe, 1);
-    params.rope_token_stride = step(q_pe, 0);
-  }
   const Launch launch(latent);
-  absorb(params, launch.stream());
-  launch.check();
-  return kDone;
-}
-
-// out, a, b as torch.bmm has them.
-inline int64_t batched_matmul(TensorView out, TensorView a, TensorView b, int64_t few) {
-  const bool fits = shaped(out, 3) && shaped(a, 3) && shaped(b, 3) && is_element(a) && same_dtype(a, b) &&
-                    same_dtype(a, out) && out.size(0) == a.size(0) && out.size(0) == b.size(0) &&
-                    out.size(1) == a.size(1) && a.size(2) == b.size(1) && out.size(2) == b.size(2) && out.size(2) > 0 &&
-                    on_one_device(out, {a, b});
-  if (!fits) return kRefused;
-  if (a.size(1) > few || !few_rows_fits(out, a, b)) return kProductIsLeft;
-  const Launch launch(out);
-  absorb(few_rows(out, a, b, 1, 0), launch.stream());
+  absorb(
+      AbsorbParams{
+          .out = latent.data_ptr(),
+          .a = q_nope.data_ptr(),
+          .b = w_uk.data_ptr(),
+          .rope_out = has_rope ? rope.data_ptr() : nullptr,
+          .rope = has_rope ? q_pe.data_ptr() : nullptr,
+          .scale = data_of<float>(scale),
+          .heads = static_cast<int>(q_nope.size(1)),
+          .tokens = static_cast<int>(q_nope.size(0)),
+          .columns = static_cast<int>(w_uk.size(2)),
+          .rope_width = static_cast<int>(q_pe.size(2)),
+          .out_head_stride = step(latent, 1),
+          .out_token_stride = step(latent, 0),
+          .a_head_stride = step(q_nope, 1),
+          .a_token_stride = step(q_nope, 0),
+          .b_head_stride = step(w_uk, 0),
+          .b_inner_stride = step(w_uk, 1),
+          .rope_out_head_stride = step(rope, 1),
+          .rope_out_token_stride = step(rope, 0),
+          .rope_head_stride = step(q_pe, 1),
+          .rope_token_stride = step(q_pe, 0),
+          .element = element_of(q_nope),
+      },
+      launch.stream());
   launch.check();
   return kDone;
 }

@@ -14,13 +14,21 @@ from torch import Tensor
 from mla_backends import torch_ops
 from mla_backends.compiled import function
 
-__all__ = ["FEW_TOKENS", "absorb_query", "batched_matmul", "merge_partials"]
+__all__ = ["FEW_TOKENS", "FEW_TOKENS_E4M3", "absorb_query", "merge_partials"]
 
-FEW_TOKENS = 16
-"""Up to here our kernel, which reads every weight once, is used instead of cuBLAS. Source: ci/bench-ops, "crossover"."""
+FEW_TOKENS = 48
+"""Up to here a query is absorbed by our kernel, one launch, and past it by cuBLAS and a kernel for the rope.
+
+Source: "crossover" of ci/bench-ops on an H200: of their time ours takes 0.85, 0.97 and 1.00 at 48 tokens of 16, 64 and 128
+heads, 0.95, 1.08 and 1.07 at 64. With W_UV, [512, 128], a kernel of this kind took 1.07 to 1.8 of cuBLAS's time at every
+number of tokens, so that product is cuBLAS's.
+"""
+
+FEW_TOKENS_E4M3 = 64
+"""The same for an e4m3 query, where cuBLAS needs one more launch, to quantise what it wrote in bf16."""
 
 REFUSED, DONE, PRODUCT_IS_LEFT = 0, 1, 2
-"""What an export for few tokens answers; csrc/query_exports.h."""
+"""What `absorb_query` answers; csrc/query_exports.h."""
 
 
 def _export(name: str) -> Any:
@@ -29,17 +37,11 @@ def _export(name: str) -> Any:
     return export
 
 
-def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> bool:
-    outcome = _export("batched_matmul")(out, a, b, FEW_TOKENS)
-    if outcome == PRODUCT_IS_LEFT:
-        torch_ops.batched_matmul(out, a, b)
-    return bool(outcome != REFUSED)
-
-
 def absorb_query(
     latent: Tensor, rope: Tensor, q_nope: Tensor, q_pe: Tensor, w_uk: Tensor, scale: Tensor | None
 ) -> bool:
-    outcome = _export("absorb_query")(latent, rope, q_nope, q_pe, w_uk, scale, FEW_TOKENS)
+    few = FEW_TOKENS if scale is None else FEW_TOKENS_E4M3
+    outcome = _export("absorb_query")(latent, rope, q_nope, q_pe, w_uk, scale, few)
     if outcome != PRODUCT_IS_LEFT:
         return bool(outcome == DONE)
     heads = q_nope.shape[1]

@@ -213,6 +213,30 @@ def test_fp8_is_divided_by_kv_scale_rounded_to_even_and_saturated(given, as_tens
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("scale", [0.0371, -3.3, 2.0**-126, 1e-41, 3e38, math.inf, 0.0, math.nan])
+def test_quotients_that_lie_on_a_boundary_of_e4m3_or_next_to_it_are_rounded_as_ieee_division_rounds_them(scale, device):
+    between = (MAGNITUDES[1:] + MAGNITUDES[:-1]) / 2
+    quotients = np.concatenate((MAGNITUDES, between, [464.0, 480.0, 1023.9, 1e9])).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        near = (quotients * np.float32(scale)).view(np.uint32)[:, None] + np.array([-2, -1, 0, 1, 2]).astype(np.uint32)
+        values = np.concatenate((near.view(np.float32).ravel(), [0.0, -0.0, 1e-45, -1e-45, math.inf, -math.inf]))
+        values = np.concatenate((values, -values)).astype(np.float32)
+        rows = np.resize(values, (-(-len(values) // 576), 576))
+        want = e4m3_bytes(rows / np.float32(scale))
+    x = torch.from_numpy(rows).to(device)
+    data = torch.zeros(1, len(rows), 576, dtype=torch.uint8, device=device)
+    ops.write_cache(
+        data,
+        x[:, :512],
+        x[:, 512:],
+        torch.arange(len(rows), device=device),
+        "fp8",
+        torch.tensor([scale], device=device),
+    )
+    assert np.array_equal(data[0].cpu().numpy(), want)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_an_fp8_write_saturates_at_448_and_keeps_nan(device):
     data = torch.zeros(1, 1, 576, dtype=E4M3, device=device)
     kv_c, k_pe = (

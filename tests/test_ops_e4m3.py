@@ -28,10 +28,10 @@ def numbers(x):
 
 
 def check_nearest(stored, exact, slack=0.0):
-    """Each stored value is no further from the exact one than any e4m3 is, but for `slack` of the exact one."""
+    """Each stored value is no further from the exact one than any e4m3 is, but for its `slack`."""
     got, exact = numbers(stored).ravel(), np.clip(exact, -448, 448).ravel()
     least = np.abs(exact[:, None] - EVERY_CODE).min(1)
-    assert (np.abs(got - exact) <= least + slack * np.abs(exact) + 1e-9).all()
+    assert (np.abs(got - exact) <= least + np.ravel(slack) + 1e-9).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -62,7 +62,9 @@ def test_a_quantised_query_saturates_and_keeps_nan(dtype, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("tokens", "heads", "padded"), [(1, 16, 16), (5, 10, 64), (cuda_ops.FEW_TOKENS + 4, 3, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "padded"), [(1, 16, 16), (5, 10, 64), (cuda_ops.FEW_TOKENS_E4M3 + 4, 3, 4)]
+)
 def test_absorption_goes_straight_into_an_e4m3_buffer(tokens, heads, padded, device):
     generator = torch.Generator().manual_seed(tokens)
     projected = torch.randn(tokens, heads, 192, generator=generator).to(BF16).to(device)
@@ -72,14 +74,19 @@ def test_absorption_goes_straight_into_an_e4m3_buffer(tokens, heads, padded, dev
     scale = np.float32(np.abs(exact).max() / 300)  # a few values saturate under a smaller scale; none is tested here
     buffer = torch.full((tokens, padded, 576), 7.0, device=device).to(E4M3)
     ops.absorb_query(buffer[..., :512], buffer[..., 512:], q_nope, q_pe, w_uk, torch.tensor([scale], device=device))
-    # a float32 sum, or at many tokens a bf16 one (2**-9), can fall on the other side of a rounding boundary
-    check_nearest(buffer[:, :heads, :512], exact / scale, slack=2**-8)
+    # What is rounded to e4m3 is off by at most 2**-24 of the summed magnitudes a step of the sum, and at many tokens on
+    # CUDA, where cuBLAS rounds it to bf16, by 2**-8 of itself; a distance from two e4m3 changes by that once for each.
+    magnitudes = np.einsum("thn,hnl->thl", np.abs(numbers(q_nope)), np.abs(numbers(w_uk)))
+    off = 128 * 2.0**-24 * magnitudes
+    if device == "cuda" and tokens > cuda_ops.FEW_TOKENS_E4M3:
+        off = off + 2.0**-8 * np.abs(exact)
+    check_nearest(buffer[:, :heads, :512], exact / scale, slack=2 * off / scale)
     check_nearest(buffer[:, :heads, 512:], numbers(q_pe) / scale)
     assert (buffer[:, heads:].float() == 7).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("tokens", [2, cuda_ops.FEW_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [2, cuda_ops.FEW_TOKENS_E4M3 + 1])
 def test_an_absorbed_e4m3_query_saturates(tokens, device):
     latent, rope = (torch.zeros(tokens, 1, width, device=device).to(E4M3) for width in (512, 64))
     q_nope, q_pe = (torch.full((tokens, 1, width), 8.0, dtype=BF16, device=device) for width in (128, 64))

@@ -163,7 +163,9 @@ def query_of(tokens, heads, padded, dtype, device, *, nope=128, rank=512, rope=6
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize(("tokens", "heads", "padded"), [(1, 16, 16), (5, 10, 16), (16, 4, 64), (17, 3, 3), (40, 2, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "padded"), [(1, 16, 16), (5, 10, 16), (16, 4, 64), (17, 3, 3), (40, 2, 4), (70, 2, 4)]
+)
 def test_absorption_writes_its_heads_and_nothing_else(tokens, heads, padded, dtype, device):
     buffer, latent, rope, q_nope, q_pe, w_uk = query_of(tokens, heads, padded, dtype, device)
     ops.absorb_query(latent, rope, q_nope, q_pe, w_uk)
@@ -311,6 +313,17 @@ def test_concatenation_on_cuda_is_the_torch_forms_to_the_byte(kind):
     ops.concat_nope_rope(out, nope, rope)
     torch_ops.concat_nope_rope(same, nope, rope)
     assert torch.equal(out.view(torch.uint8), same.view(torch.uint8))
+
+
+@CUDA
+def test_an_output_past_any_l2_is_concatenated_right():
+    tokens, heads = 2050, 60  # 142 MB; the last group of eight heads is half empty
+    nope = normal(heads, tokens, 512, device="cuda").transpose(0, 1)
+    rope = normal(tokens, heads, 192, device="cuda", seed=1)[..., 128:]
+    buffer = poisoned(tokens, heads + 1, 576, device="cuda")
+    ops.concat_nope_rope(buffer[:, :heads], nope, rope)
+    assert torch.equal(buffer[:, :heads], torch.cat((nope, rope), -1))
+    assert buffer[:, heads:].isnan().all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

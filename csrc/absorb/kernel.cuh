@@ -75,12 +75,12 @@ __device__ __forceinline__ void store_columns(const AbsorbParams& p, int head, i
                                               const float (&values)[kLaneColumns]) {
   const int64_t at = head * p.out_head_stride + token * p.out_token_stride + column;
   if (p.scale != nullptr) {
-    const float scale = *p.scale;
+    const Divisor divided(*p.scale);
     alignas(16) uint32_t bytes[kLaneColumns / 4];
 #pragma unroll
     for (int i = 0; i < kLaneColumns / 4; ++i) {
-      bytes[i] = e4m3_pair(__fdiv_rn(values[4 * i], scale), __fdiv_rn(values[4 * i + 1], scale)) |
-                 e4m3_pair(__fdiv_rn(values[4 * i + 2], scale), __fdiv_rn(values[4 * i + 3], scale)) << 16;
+      bytes[i] = e4m3_pair(divided(values[4 * i]), divided(values[4 * i + 1])) |
+                 e4m3_pair(divided(values[4 * i + 2]), divided(values[4 * i + 3])) << 16;
     }
     *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + at) = *reinterpret_cast<const uint4*>(bytes);
     return;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_rope(const AbsorbParams& p, int head, int p
     }
     float values[kVector];
     load_vector<true>(from, values);
-    divide(values, *p.scale);
+    Divisor{*p.scale}(values);
     store_bytes<true>(static_cast<uint8_t*>(p.rope_out) + to, e4m3_vector(values));
   }
 }
@@ -135,6 +135,7 @@ __device__ __forceinline__ void load_query(const AbsorbParams& p, const T* a, in
 // kInnerWarps warps share 64 columns and split the inner dimension, 16 * kSteps rows each.
 template <typename T, int kInnerWarps, int kSteps>
 __global__ void __launch_bounds__(kAbsorbThreads, 2) absorb_kernel(const __grid_constant__ AbsorbParams p) {
+  static_assert(kInnerWarps * kSteps * 16 == kAbsorbInner);
   __shared__ float partial[kInnerWarps > 1 ? kInnerWarps - 1 : 1][kInnerWarps > 1 ? kColumnTiles * 4 : 1][kWarp];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int g = lane / 4, q = lane % 4;

@@ -9,18 +9,19 @@
 
 namespace mla {
 
+constexpr int kAbsorbInner = 128;
+
 // Strides in elements. Bases, outer strides and rope_width are multiples of 16 bytes (of 8 for `a`).
 struct AbsorbParams {
   void* out;           // [heads, tokens, columns] of `element`, or e4m3 where scale is given
-  const void* a;       // [heads, tokens, inner]
-  const void* b;       // [heads, inner, columns]
+  const void* a;       // [heads, tokens, kAbsorbInner]
+  const void* b;       // [heads, kAbsorbInner, columns]
   void* rope_out;      // [heads, tokens, rope_width] as out; null if rope_width is 0
   const void* rope;    // [heads, tokens, rope_width]; null if rope_width is 0
   const float* scale;  // one value on the device, or null
   int heads;
   int tokens;
-  int inner;    // 128 or 512
-  int columns;  // a multiple of 256 (inner 128) or of 64 (inner 512)
+  int columns;  // a multiple of 256
   int rope_width;
   int64_t out_head_stride;
   int64_t out_token_stride;

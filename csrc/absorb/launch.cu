@@ -16,7 +16,6 @@ void launch(const AbsorbParams& p, cudaStream_t stream) {
 
 template <typename T>
 void launch(const AbsorbParams& p, cudaStream_t stream) {
-  if (p.inner == 512) return launch<T, 4, 8>(p, stream);
   if (p.heads * (p.columns / (kAbsorbWarps * kWarpColumns)) < kFewBlocks) return launch<T, 4, 2>(p, stream);
   launch<T, 1, 8>(p, stream);
 }

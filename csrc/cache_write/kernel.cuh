@@ -65,8 +65,9 @@ __device__ __forceinline__ void write_fp8(const CacheWriteParams& p, int64_t tok
   if constexpr (!kAligned) {
     auto* row = reinterpret_cast<uint8_t*>(row_of(p, slot));
     if (row == nullptr) return;
+    const Divisor divided(scale);
     for (int i = lane; i < p.rank + p.rope; i += kWarp) {
-      row[i] = e4m3(divided(as_float(i < p.rank ? kv_c[i] : k_pe[i - p.rank]), scale));
+      row[i] = e4m3(divided(as_float(i < p.rank ? kv_c[i] : k_pe[i - p.rank])));
     }
     return;
   }
@@ -83,12 +84,13 @@ __device__ __forceinline__ void write_fp8(const CacheWriteParams& p, int64_t tok
   load(lane);
   auto* row = reinterpret_cast<uint8_t*>(row_of(p, slot));
   if (row == nullptr) return;
+  const Divisor divided(scale);
   for (int first = lane; first < vectors; first += kWarp * kWriteSteps) {
 #pragma unroll
     for (int step = 0; step < kWriteSteps; ++step) {
       const int i = first + step * kWarp;
       if (i >= vectors) continue;
-      divide(held[step], scale);
+      divided(held[step]);
       store_bytes<true>(row + i * kVector, e4m3_vector(held[step]));
     }
     load(first + kWarp * kWriteSteps);
@@ -130,16 +132,7 @@ __device__ __forceinline__ void write_fp8_ds_mla(const CacheWriteParams& p, int6
     }
   }
   if (!has_rope) return;
-  alignas(16) __nv_bfloat16 rounded[kVector];
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) rounded[i] = from_float<__nv_bfloat16>(rope[i]);
-  uint8_t* to = row + kRopeAt + lane * sizeof(rounded);
-  if constexpr (kAligned) {
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(rounded);
-  } else {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(rounded)); ++i) to[i] = reinterpret_cast<const uint8_t*>(rounded)[i];
-  }
+  store_bf16<kAligned>(row + kRopeAt + lane * kVector * static_cast<int>(sizeof(__nv_bfloat16)), rope);
 }
 
 // Eight lanes a head; `group` counts blocks' worth of heads over all query tokens.
