@@ -72,7 +72,8 @@ class Op:
 
     def took(self, first: Tensor | None, *args: Any) -> bool:
         """Whether the compiled kernel ran on these arguments; if not, nothing was done."""
-        if _is_compiling() or type(first) is not Tensor or not first.is_cuda:
+        written = args[0] if first is None else first
+        if _is_compiling() or type(written) is not Tensor or not written.is_cuda:
             return False
         export = function(self.name)
         if export is None:
