@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 try:
@@ -30,7 +31,7 @@ from mla_backends.device import Device, installed_version
 from mla_backends.errors import InvalidInput, NoAdapterRuns
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
-from mla_backends.support_table import markdown
+from mla_backends.support_table import markdown, with_table
 
 __all__ = ["app", "main"]
 
@@ -199,9 +200,16 @@ def _cells(row: Row) -> list[str]:
 
 
 @app.command("table")
-def table() -> None:
+def table(
+    into: Annotated[Path | None, Option(help="a Markdown file, whose table between the two marks is replaced")] = None,
+) -> None:
     """README's support table, from what the installed adapters declare."""
-    print(markdown(entry for entry in installed() if not isinstance(entry, Broken)))
+    made = markdown(entry for entry in installed() if not isinstance(entry, Broken))
+    if into is None:
+        print(made)
+        return
+    with refusals_as_messages():
+        into.write_text(with_table(into.read_text(), made))
 
 
 def main() -> None:

@@ -309,7 +309,9 @@ def _timed(
 ) -> dict[str, tuple[float | None, str]]:
     """Median microseconds of a run of one layer, by adapter, or None and the reason."""
     found: dict[str, tuple[float | None, str]] = {}
-    graphs, calls_of = {}, {}
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    # Kept until the last replay: a graph reads its plan's and query's memory, and would read whatever came after them.
+    calls_of: dict[str, list[Callable[[], object]]] = {}
     for name, backend in backends.items():
         on_step(f"{name}: time")
         trial = data.of(name)
@@ -320,14 +322,14 @@ def _timed(
             continue
         caches = data.rotation(name)
         caches *= math.ceil(GRAPH_CALLS / len(caches))
-        calls = [partial(plan.run, query, cache, indices=trial.indices) for cache in caches]
+        calls: list[Callable[[], object]] = [partial(plan.run, query, cache, indices=trial.indices) for cache in caches]
         try:
-            graphs[name], calls_of[name] = graph_of(calls), len(calls)
+            graphs[name], calls_of[name] = graph_of(calls), calls
         except RuntimeError as error:
             found[name] = None, f"no CUDA graph: {error}"
     if graphs:
         times = interleaved(list(graphs.values()))
-        found |= {name: (t / calls_of[name], "") for name, t in zip(graphs, times, strict=True)}
+        found |= {name: (t / len(calls_of[name]), "") for name, t in zip(graphs, times, strict=True)}
     return found
 
 

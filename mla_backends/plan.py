@@ -124,6 +124,9 @@ class DecodePlan:
         )
         self._outlet = Outlet(problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers)
         self._slots = self._new_slots()
+        self._slots_by_request = (
+            None if self._slots is None else self._slots.view(buffers.batch, buffers.q_len, self._slots.shape[1])
+        )
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
@@ -377,18 +380,20 @@ class DecodePlan:
 
     def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
         """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer."""
-        topk, buffers, slots = self.problem.topk, self._buffers, self._slots
+        slots, by_request = self._slots, self._slots_by_request
         assert slots is not None
-        assert topk is not None
-        wanted = (*query.latent.shape[:-2], topk)
-        check_tensor("indices", indices, f"{list(wanted)} int32")
-        if tuple(indices.shape) != wanted or indices.dtype != torch.int32 or indices.device != self._recipe.where:
+        assert by_request is not None
+        lead = query.latent.shape[:-2]
+        is_right = type(indices) is Tensor and indices.dtype is torch.int32 and indices.device == self._recipe.where
+        if not is_right or indices.shape[:-1] != lead or indices.shape[-1] != self.problem.topk:
+            wanted = f"{[*lead, self.problem.topk]} int32"
+            check_tensor("indices", indices, wanted)
             raise InvalidInput(
                 f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
-                f"it takes {list(wanted)} int32 on {self._recipe.where}, a row of slots for each query row"
+                f"it takes {wanted} on {self._recipe.where}, a row of slots for each query row"
             )
-        ops.sanitize_slots(slots, indices.reshape(-1, topk), cache.num_slots)
-        return slots.view(buffers.batch, buffers.q_len, -1)
+        ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)
+        return by_request
 
     def describe(self) -> dict[str, Any]:
         """Adapter, provider and version, padding, workspace, update mode, what the library allocates, what decided the choice."""
@@ -407,6 +412,7 @@ class DecodePlan:
             "waits_for_device": "update, unless seq_lens_cpu is given" if self.update_mode == "host" else "never",
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
+            "lse_precision": self._conventions.lse_precision,
             "adds_kernels": (*(("sanitize_slots",) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),

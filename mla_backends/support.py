@@ -16,7 +16,9 @@ from mla_backends.problem import Problem
 __all__ = ["Conventions", "Joint", "Limit", "OneOf", "Range", "Refusal", "Speed", "Support", "Verdict", "Verdicts"]
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Any, subject: str = "") -> str:
+    if subject == "capability" and value is None:
+        return "cpu"
     if isinstance(value, tuple) and len(value) == 2:
         return str(Device(value))
     return "none" if value is None else str(value)
@@ -109,10 +111,15 @@ class Limit:
         found = getattr(problem if self.of is Problem else device, self.subject)
         if found in self.takes:
             return None
-        return Refusal(self.subject, _shown(found), str(self.takes), self.source, self.cure)
+        return Refusal(self.subject, _shown(found, self.subject), self._taken, self.source, self.cure)
 
     def __str__(self) -> str:
-        return f"{self.subject}: {self.takes} [{self.source}]"
+        return f"{self.subject}: {self._taken} [{self.source}]"
+
+    @property
+    def _taken(self) -> str:
+        # A capability of None is a CPU, other fields' None is nothing given.
+        return str(self.takes).replace("none", "cpu") if self.subject == "capability" else str(self.takes)
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,7 @@ class Joint:
         for name in self.reads:
             holder: Any = device if name.startswith("device.") else problem
             field_name = name.removeprefix("device.")
-            found.append(f"{field_name} is {_shown(getattr(holder, field_name))}")
+            found.append(f"{field_name} is {_shown(getattr(holder, field_name), field_name)}")
         return Refusal("", " and ".join(found), self.name, self.source, self.cure)
 
     def __str__(self) -> str:
@@ -247,6 +254,7 @@ class Conventions:
         writes_out: the kernel can write into a given `out`.
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
+        lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than float32.
         topk_multiple: what a row of sparse indices is padded to a multiple of.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
@@ -262,6 +270,7 @@ class Conventions:
     strides: bool = True
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
+    lse_precision: float = 1e-3
     topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()

@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable
 
 from mla_backends.adapter import Adapter
 from mla_backends.device import Device
-from mla_backends.support import Joint, Limit, OneOf
+from mla_backends.errors import InvalidInput
+from mla_backends.support import Joint, Limit, OneOf, Range
 
-__all__ = ["markdown"]
+__all__ = ["BEGIN", "END", "markdown", "with_table"]
+
+BEGIN, END = "<!-- support table -->", "<!-- end of the support table -->"
+"""Lines of a document between which the table belongs."""
 
 
 def markdown(adapters: Iterable[Adapter]) -> str:
@@ -23,8 +27,29 @@ def markdown(adapters: Iterable[Adapter]) -> str:
     return "\n".join([table, "", *notes]) if notes else table
 
 
+def with_table(document: str, table: str) -> str:
+    """A document with the table between its two marks, whatever was there before.
+
+    Raises:
+        InvalidInput: where it does not have both marks, in this order.
+    """
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise InvalidInput(
+            f"the document has no place for a table, it takes a line {BEGIN!r} and a line {END!r} below it"
+        )
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
 def _limit(adapter: Adapter, subject: str) -> Limit | None:
     return next((r for r in adapter.support if isinstance(r, Limit) and r.subject == subject), None)
+
+
+def _is_unbounded(limit: Limit) -> bool:
+    """Whether every count is taken."""
+    takes = limit.takes
+    return isinstance(takes, Range) and takes.low <= 1 and takes.high is None and takes.step == 1
 
 
 def _runs_on(adapter: Adapter) -> str:
@@ -32,7 +57,7 @@ def _runs_on(adapter: Adapter) -> str:
     if limit is None:
         return "any device"
     values = limit.takes.values if isinstance(limit.takes, OneOf) else ()
-    devices = ", ".join(str(Device(capability)) for capability in values)
+    devices = ", ".join(str(Device(capability)) for capability in sorted(values, key=lambda c: c or ()))
     return f"{devices}; any device when named" if limit.unless_forced else devices
 
 
@@ -41,7 +66,7 @@ def _values(subject: str) -> Callable[[Adapter], str]:
 
     def cell(adapter: Adapter) -> str:
         limit = _limit(adapter, subject)
-        if limit is None:
+        if limit is None or _is_unbounded(limit):
             return "any"
         return ", ".join(map(str, limit.takes.values)) if isinstance(limit.takes, OneOf) else str(limit.takes)
 
@@ -74,7 +99,9 @@ def _keys(adapter: Adapter) -> str:
     limit = _limit(adapter, "topk")
     if limit is None:
         return "dense, sparse"
-    return "dense" if None in limit.takes else f"sparse, topk {limit.takes}"
+    if None in limit.takes:
+        return "dense"
+    return "sparse" if _is_unbounded(limit) else f"sparse, topk {limit.takes}"
 
 
 def _strides(adapter: Adapter) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -96,7 +97,7 @@ def test_a_hopper_is_explained_on_any_machine(spelling: Any) -> None:
     assert str(backend.device) == "sm90"
     page = str(backend.explain(Problem(16)))
     assert page.startswith("sm90: num_heads=16")
-    assert "eager (torch): refused\n    - capability is sm90, it takes none" in page
+    assert "eager (torch): refused\n    - capability is sm90, it takes cpu" in page
 
 
 def test_a_machine_that_is_not_this_one_serves_explain_alone() -> None:
@@ -460,7 +461,11 @@ def in_a_process_with(folder: Path, code: str) -> subprocess.CompletedProcess[st
         (folder / f"{name}.py").write_text(text)
     opening = f"import mla_adapters\nmla_adapters.__path__.append({str(folder)!r})\n"
     return subprocess.run(
-        [sys.executable, "-c", opening + textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", opening + textwrap.dedent(code)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -479,7 +484,7 @@ def test_an_adapter_dropped_in_as_one_file_is_listed_explained_and_dispatched(tm
         verdicts = get_backend("cpu").explain(Problem(4))
         assert verdicts.chosen.name == "dummy" and verdicts["eager"].runs, str(verdicts)
         assert "undefined symbol" in str(verdicts["cracked"].reasons[0])
-        assert "dummy (torch): refused\\n    - capability is sm90, it takes none [dummy.py]" in str(get_backend("sm90").explain(Problem(4)))
+        assert "dummy (torch): refused\\n    - capability is sm90, it takes cpu [dummy.py]" in str(get_backend("sm90").explain(Problem(4)))
         cache = PagedCache.allocate(4, 64, "bf16", "cpu")
         lens = torch.tensor([3, 64], dtype=torch.int32)
         table = torch.zeros(2, 2, dtype=torch.int32)

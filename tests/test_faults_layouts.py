@@ -86,7 +86,10 @@ def test_the_strides_that_models_give_a_query_change_no_bit(world: Any) -> None:
     plan = world.plan(cache, table, lens)
     want = plan.run(weights.query(q_nope.contiguous(), q_pe.contiguous()), cache)
     assert world.same(plan.run(weights.query(q_nope, q_pe), cache), want)
-    assert world.same(plan.run(weights.query(q_nope, q_pe, out=plan.new_query()), cache), want)
+    # A kernel with an e4m3 query has it rounded once, straight from the product; a bf16 query was rounded before.
+    in_place = plan.run(weights.query(q_nope.contiguous(), q_pe.contiguous(), out=plan.new_query()), cache)
+    assert world.same(plan.run(weights.query(q_nope, q_pe, out=plan.new_query()), cache), in_place)
+    assert plan.quantizes_query or world.same(in_place, want)
     absorbed = torch.bmm(q_nope.transpose(0, 1).float(), weights.w_uk.float()).to(world.dtype)
     parts = Query.from_parts(absorbed.transpose(0, 1), q_pe)
     packed = Query.from_packed(torch.cat([parts.latent, parts.rope], -1))

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from mla_adapters.flashmla import FlashMLA, FlashMLAFp8, FlashMLASparse
 from torch import Tensor
 
+from mla_adapters.flashmla import FlashMLA, FlashMLAFp8, FlashMLASparse
 from mla_backends import Device, PagedCache, Query, get_backend
 from mla_backends.adapter import Absent, Adapter, Provider
 from mla_backends.catalogue import serving

@@ -28,7 +28,7 @@ FLOORS = (
     "canary",
     "backend",
     "__init__",
-    "trials",
+    "trials timing",
     "testing compare support_table",
     "cli",
 )

@@ -22,7 +22,8 @@ KERNEL_LIBRARIES = (
 def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter, with `path` before everything else that it finds modules in."""
     search = os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": search}
+    # Without a GPU, so that sm90 is another machine's also where the tests run on one.
+    environment = {**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -266,6 +266,7 @@ class SparseKernel(Kernel):
         self._splits = _num_splits(problem, rows=rows * step.heads, requests=rows, keys=topk)
         self._table = torch.zeros(rows, topk, dtype=torch.int32, device=step.device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=step.device)
+        self._slots: Tensor | None = None
         self._fwd = library.fwd
         self._rest = _placed(
             library.fwd,
@@ -285,10 +286,13 @@ class SparseKernel(Kernel):
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert indices is not None
+        # Most plans hand over one buffer at each layer; making its view takes longer than the rest of this.
+        if self._slots is None or indices.data_ptr() != self._slots.data_ptr():
+            self._slots = indices.view(self._table.shape)
         ops.compact_slots(
             self._table,
             self._counts,
-            indices.view(self._table.shape),
+            self._slots,
             cache.num_slots,
             page_size=cache.page_size,
             rows_per_page=cache.rows_per_page,
@@ -296,7 +300,9 @@ class SparseKernel(Kernel):
         rows = cache.by_row
         rope, latent, given = _by_row(query.rope), _by_row(query.latent), None if out is None else _by_row(out)
         decoded, lse, *_ = self._fwd(rope, rows.rope_heads, rows.latent_heads, None, None, latent, given, *self._rest)
-        return decoded.view(*self._lead, *decoded.shape[2:]), lse.squeeze(2) if self._needs_lse else None
+        if self._lead[1] != 1:
+            decoded = decoded.view(*self._lead, *decoded.shape[2:])
+        return decoded, lse.squeeze(2) if self._needs_lse else None
 
     def describe(self) -> dict[str, Any]:
         return {
