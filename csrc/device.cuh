@@ -59,8 +59,8 @@ __device__ __forceinline__ void store_bytes(uint8_t* to, uint64_t bytes) {
   }
 }
 
-// Eight values as bf16. Rounded in pairs: ptxas 13.0 turns a byte store of a single value's conversion into a conversion
-// to an integer (F2I.U8.F16 in the machine code), which was seen in wrong bytes; a pair is an ordinary register to it.
+// Eight values as bf16. Rounded in pairs: of the bf16 conversion of a single value, ptxas 13.0 stores as its low byte
+// the integer that it is near as an fp16 (F2I.U8.F16 in the machine code); a pair is an ordinary register to it.
 template <bool kAligned>
 __device__ __forceinline__ void store_bf16(uint8_t* to, const float (&values)[kVector]) {
   alignas(16) uint32_t pairs[kVector / 2];
@@ -97,13 +97,14 @@ __device__ __forceinline__ uint64_t e4m3_vector(const float (&values)[kVector]) 
   return static_cast<uint64_t>(high) << 32 | low;
 }
 
-// x / scale for e4m3, where many x have one scale: the IEEE quotient wherever e4m3 can tell, so that the bytes are those
-// of the torch form, without the branches of a full division for each x.
+// x / scale for e4m3, where many x have one scale: the IEEE quotient wherever e4m3 can tell, so that the bytes are
+// those of the torch form, without the branches of a full division for each x.
 //
-// The scale is brought into [1, 2), x by the same power of two, which is exact. One step of refinement leaves the
-// quotient within a unit in the last place; from there a second one is correctly rounded, the inverse being so (Markstein,
-// IBM J. Res. Dev. 34, 1990). It needs finite numbers and would lose the sign of zero, so past 1024, where e4m3 has long
-// saturated, and for an infinite scale the product stands, and the sign is always the product's.
+// The scale is brought to [1, 2), or below where it is denormal, and x by the same power of two, which is exact. One
+// step of refinement leaves the quotient within a unit in the last place; from there a second one rounds it correctly,
+// since the inverse is correctly rounded (Markstein, IBM J. Res. Dev. 34, 1990). That takes finite numbers and loses
+// the sign of zero: past 1024, where e4m3 has long saturated, and for an infinite scale the product stands, and the
+// sign is always the product's.
 class Divisor {
  public:
   __device__ __forceinline__ explicit Divisor(float scale) {
