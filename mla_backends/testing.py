@@ -161,8 +161,9 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
             yield replace(fp8, kv_scale=scale, kv_scale_kind="tensor", num_heads=128)
         yield replace(fp8, q_scale=0.01)
         yield replace(fp8, q_scale=0.01, num_heads=12, query="parts", q_len=2)
-        yield replace(fp8, q_amax=3000.0, kv_scale=0.5)
-        yield replace(fp8, q_amax=3000.0, num_heads=20, query="transposed")
+        # Without lse: sm90's tensor cores add products of e4m3 in 14 bits, and logits of thousands are no finer than that.
+        yield replace(fp8, q_amax=3000.0, kv_scale=0.5, return_lse=False)
+        yield replace(fp8, q_amax=3000.0, num_heads=20, query="transposed", return_lse=False)
 
 
 class Conformance:

@@ -340,6 +340,9 @@ def test_a_namespace_without_the_op_is_a_reason():
 
 @pytest.mark.parametrize("provider", fa3.PROVIDERS, ids=lambda p: p.package)
 def test_a_package_that_is_not_there_is_a_reason(monkeypatch, provider):
-    monkeypatch.setitem(sys.modules, provider.module.partition(".")[0], None)
+    top = provider.module.partition(".")[0]
+    for name in [n for n in sys.modules if n == top or n.startswith(f"{top}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, top, None)
     with pytest.raises(Absent, match="not installed"):
         provider.ask()

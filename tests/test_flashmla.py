@@ -294,7 +294,7 @@ def test_the_ops_get_what_they_take_and_give_what_the_reference_does(
 ) -> None:
     install(monkeypatch, build, calls)
     made = on_cpu(adapter)
-    outcome = Trial(condition, "cpu").run(get_backend(adapter=made.name, adapters=[made]))
+    outcome = Trial(condition, "cpu").run(get_backend("cpu", adapter=made.name, adapters=[made]))
     assert outcome.faults(condition) == ()
     package = {"sgl": "sgl-flash-mla", "upstream": "flash-mla", "vllm": "vllm"}[build]
     assert outcome.facts["provider"] == package
@@ -311,7 +311,7 @@ def test_update_makes_the_schedule_once_a_step_at_one_address(
     cache = PagedCache.allocate(12, 64, "fp8" if adapter is FlashMLAFp8 else "bf16", "cpu")
     table = torch.arange(12, dtype=torch.int32).view(2, 6)
     with torch.inference_mode():
-        plan = get_backend(adapter=made.name, adapters=[made]).plan(
+        plan = get_backend("cpu", adapter=made.name, adapters=[made]).plan(
             cache, table, torch.tensor([64, 64], dtype=torch.int32), num_heads=16, softmax_scale=0.1, q_scale=0.01
         )
     query = Query.from_packed(torch.randn(2, 16, 576).bfloat16())
@@ -329,7 +329,7 @@ def test_the_sparse_schedule_is_made_once_a_plan(calls: Calls, monkeypatch: pyte
     monkeypatch.setenv("MLA_BACKENDS_CANARY", "0")
     made = on_cpu(FlashMLASparse)
     cache = PagedCache.allocate(4, 64, "fp8_ds_mla", "cpu")
-    backend = get_backend(adapter=made.name, adapters=[made])
+    backend = get_backend("cpu", adapter=made.name, adapters=[made])
     plan = backend.plan(cache, None, None, num_heads=8, softmax_scale=0.1, topk=5, max_batch=3)
     query = Query.from_packed(torch.randn(3, 8, 576).bfloat16())
     for _ in range(3):
