@@ -13,7 +13,22 @@ from typing import Any, Literal
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 
-__all__ = ["Conventions", "Joint", "Limit", "OneOf", "Range", "Refusal", "Speed", "Support", "Verdict", "Verdicts"]
+__all__ = [
+    "ALIGNMENT",
+    "Conventions",
+    "Joint",
+    "Limit",
+    "OneOf",
+    "Range",
+    "Refusal",
+    "Speed",
+    "Support",
+    "Verdict",
+    "Verdicts",
+]
+
+ALIGNMENT = 16
+"""Bytes: what the kernels' vector accesses and bulk copies need of a query's or result's address and outer strides."""
 
 
 def _shown(value: Any, subject: str = "") -> str:
