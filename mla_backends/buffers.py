@@ -164,12 +164,16 @@ class Buffers:
         self.clamp()
 
     def _apart(self, given: Tensor | None) -> Tensor | None:
-        """What the caller gave, copied where it is a part of these buffers, as an engine that drops requests may give it."""
+        """What the caller gave, copied where it is a part of these buffers, as an engine that drops requests may give it.
+
+        The first rows as they lie are the one part that what is written here leaves as it was.
+        """
         if given is None:
             return None
         mine = self.block_table if given.ndim == 2 else self.seq_lens
-        shared = given.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
-        return given.clone() if shared and given.data_ptr() != mine.data_ptr() else given
+        if given.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
+            return given
+        return given if given.data_ptr() == mine.data_ptr() and given.stride() == mine.stride() else given.clone()
 
     def clamp(self) -> None:
         """Recompute what kernels see from the buffers, on the device; capturable."""
