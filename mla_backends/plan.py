@@ -19,7 +19,7 @@ from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
-from mla_backends.device import Device
+from mla_backends.device import Device, is_capturing
 from mla_backends.errors import InvalidInput, whole_number
 from mla_backends.graph_node import numbered, run_in_graph
 from mla_backends.intake import Intake
@@ -129,6 +129,8 @@ class DecodePlan:
         )
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
+        if self.update_mode == "host" and is_capturing(recipe.where):
+            self._check_capture(StepInput())
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
 
     @classmethod
@@ -220,10 +222,8 @@ class DecodePlan:
         if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
-        if self.update_mode == "device":
-            self._buffers.fill(step)
-            self._replan()
-            return
+        if is_capturing(self._recipe.where):
+            self._check_capture(step)
         try:
             with self._buffers.restored_on_error():
                 self._buffers.fill(step)
@@ -245,6 +245,19 @@ class DecodePlan:
             )
         self._buffers.clamp()
         self._replan()
+
+    def _check_capture(self, step: StepInput) -> None:
+        """Refuse what a CUDA graph that is being captured cannot hold: work of the host."""
+        if self.update_mode == "host":
+            raise InvalidInput(
+                f"{self.adapter} plans on the host, which a CUDA graph cannot hold; plan, take views with at and update "
+                f"outside of the capture"
+            )
+        if step.seq_lens is None and step.seq_lens_cpu is not None:
+            raise InvalidInput(
+                "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
+                "pass seq_lens, on the device"
+            )
 
     def _replan(self) -> None:
         if self._kernel is None:
