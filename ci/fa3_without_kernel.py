@@ -29,7 +29,8 @@ def main() -> None:
         backend.plan(cache, table, lens, num_heads=16, softmax_scale=0.07)
     except NoAdapterRuns as refused:
         print(refused)
-        assert "canary" in str(refused)
+        if "canary" not in str(refused):
+            raise
         return
     raise AssertionError("a build that returns garbage was served")
 

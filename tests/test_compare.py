@@ -75,7 +75,8 @@ def test_counts_below_one_are_refused(wrong: dict[str, int]) -> None:
 
 
 def test_an_error_that_is_no_number_is_text_in_json() -> None:
-    outcome = Outcome(float("nan"), float("inf"), False, False, {"allocates": ("lse",), "kernel": object})
+    facts = {"lse_precision": 1e-3, "allocates": ("lse",), "kernel": object}
+    outcome = Outcome(float("nan"), float("inf"), False, False, facts)
     row = Row("a", "torch", outcome=outcome, faults=outcome.faults(Workload().condition()))
     found = Comparison("cpu", Workload(), 8, None, None, (row,))
     assert not found.is_right
