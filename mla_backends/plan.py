@@ -383,19 +383,19 @@ class DecodePlan:
         self._accepted = cache.facts
 
     def _new_slots(self) -> Tensor | None:
-        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes."""
+        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes; None where it looks
+        at the caller's own.
+        """
         topk = self.problem.topk
-        if topk is None:
+        if topk is None or self._conventions.slots != "sanitize_slots":
             return None
         multiple = self._conventions.topk_multiple
         rows = self._buffers.batch * self._buffers.q_len
         return torch.full((rows, -(-topk // multiple) * multiple), -1, dtype=torch.int32, device=self._recipe.where)
 
     def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
-        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer."""
+        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer, where that is for the plan to do."""
         slots, by_request = self._slots, self._slots_by_request
-        assert slots is not None
-        assert by_request is not None
         lead = query.latent.shape[:-2]
         is_right = type(indices) is Tensor and indices.dtype is torch.int32 and indices.device == self._recipe.where
         if not is_right or indices.shape[:-1] != lead or indices.shape[-1] != self.problem.topk:
@@ -405,6 +405,8 @@ class DecodePlan:
                 f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
                 f"it takes {wanted} on {self._recipe.where}, a row of slots for each query row"
             )
+        if slots is None or by_request is None:
+            return indices
         ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)
         return by_request
 
@@ -426,7 +428,7 @@ class DecodePlan:
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
             "lse_precision": self._conventions.lse_precision,
-            "adds_kernels": (*(("sanitize_slots",) if self._is_sparse else ()), *self._outlet.kernels),
+            "adds_kernels": (*((self._conventions.slots,) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }

@@ -270,7 +270,9 @@ class Conventions:
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
         lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than float32.
-        topk_multiple: what a row of sparse indices is padded to a multiple of.
+        slots: what looks at sparse indices first. sanitize_slots: the plan, which gives the kernel -1 for every slot outside
+            the cache. compact_slots: the adapter itself, which gets them as the caller gave them.
+        topk_multiple: what a row of sparse indices is padded to a multiple of, by sanitize_slots.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
     """
@@ -286,6 +288,7 @@ class Conventions:
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
     lse_precision: float = 1e-3
+    slots: Literal["sanitize_slots", "compact_slots"] = "sanitize_slots"
     topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()
