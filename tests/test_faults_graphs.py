@@ -307,14 +307,14 @@ def test_a_step_waits_for_nothing(graphs: Any) -> None:
             plan.run(query, cache)
 
 
-def test_memory_does_not_grow_over_a_thousand_steps(graphs: Any) -> None:
+def test_memory_does_not_grow_over_ten_thousand_steps(graphs: Any) -> None:
     world, columns = graphs, 4
     cache, queries = world.cache(), [world.query(4, seed=s) for s in range(3)]
     first = step_of(world, (64,) * 4, columns, 0)
     plan = world.plan(cache, first["block_table"], first["seq_lens"])
     steps = [step_of(world, lens, columns, 1) for lens in ((64, 1, 64, 0), (1, 2), (5, 6, 7, 8))]
     before = 0
-    for i in range(1000):
+    for i in range(10_000 if world.adapter.name != "eager" else 1000):
         plan.update(**steps[i % 3])
         plan.run(queries[i % 3], cache)
         if i == 20:
