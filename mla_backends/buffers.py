@@ -168,8 +168,10 @@ class Buffers:
         if given is None:
             return None
         mine = self.block_table if given.ndim == 2 else self.seq_lens
-        shared = given.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
-        return given.clone() if shared and given.data_ptr() != mine.data_ptr() else given
+        if given.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
+            return given
+        in_place = given.data_ptr() == mine.data_ptr() and given.stride() == mine.stride()
+        return given if in_place else given.clone()
 
     def clamp(self) -> None:
         """Recompute what kernels see from the buffers, on the device; capturable."""
