@@ -200,12 +200,15 @@ def test_requests_may_share_one_row_of_a_table(world: Any) -> None:
     world.assert_close(got, world.truth(query, cache, table, lens))
 
 
-def test_an_engine_that_drops_requests_may_pass_the_plans_own_buffers(world: Any) -> None:
+@pytest.mark.parametrize(
+    "kept", [slice(2, None), slice(None, None, 2), slice(0, 2)], ids=["last", "every other", "first"]
+)
+def test_an_engine_that_drops_requests_may_pass_the_plans_own_buffers(world: Any, kept: slice) -> None:
     cache, query, lens = world.cache(), world.query(5), world.ints(130, 1, 64, 65, 3)
     table = world.table(5, -(-130 // world.page_size))
     plan = world.plan(cache, table, lens)
-    plan.update(plan.block_table[2:], plan.seq_lens[2:], seq_lens_cpu=lens[2:].cpu())
-    fresh = world.plan(cache, table[2:], lens[2:], max_batch=5)
+    plan.update(plan.block_table[kept], plan.seq_lens[kept], seq_lens_cpu=lens[kept].cpu())
+    fresh = world.plan(cache, table[kept], lens[kept], max_batch=5)
     assert world.same(plan.run(query, cache), fresh.run(query, cache))
 
 
