@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import ops
-from mla_backends.errors import InvalidInput, shown
+from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.problem import Geometry
 from mla_backends.query import Query, merged, tokens
 
@@ -77,6 +77,8 @@ class AbsorbWeights:
 
         Source: DeepSeek-V3's inference/model.py (MLA.wkv_b) and inference/kernel.py (weight_dequant).
         """
+        if not isinstance(geometry, Geometry):
+            raise InvalidInput(f"geometry is {shown(geometry)}, it takes a Geometry such as Geometry.from_config makes")
         heads, nope, value = geometry.num_heads, geometry.qk_nope_head_dim, geometry.v_head_dim
         shape = (heads * (nope + value), geometry.kv_lora_rank)
         if not isinstance(weight, Tensor) or tuple(weight.shape) != shape:
@@ -185,6 +187,8 @@ class AbsorbWeights:
         Raises:
             InvalidInput: if the shapes differ.
         """
+        if not isinstance(other, AbsorbWeights):
+            raise InvalidInput(f"other is {shown(other)}, it takes AbsorbWeights")
         if self.w_uk.shape != other.w_uk.shape or self.w_uv.shape != other.w_uv.shape:
             raise InvalidInput(f"other is {other}, it takes the shapes of {self}")
         self.w_uk.copy_(other.w_uk)
@@ -193,6 +197,11 @@ class AbsorbWeights:
 
 def _dequantized(weight: Tensor, scale: Tensor | None, block: tuple[int, int]) -> Tensor:
     """[rows, columns] float32 of an e4m3 weight with one scale a block."""
+    # a list as well, as a checkpoint's config has it
+    if not isinstance(block, tuple | list) or len(block) != 2:
+        raise InvalidInput(f"block is {block!r}, it takes two numbers, rows and columns")
+    for size in block:
+        whole_number("block", size)
     rows, columns = weight.shape
     shape = (-(-rows // block[0]), -(-columns // block[1]))
     if not isinstance(scale, Tensor) or tuple(scale.shape) != shape:
@@ -200,5 +209,7 @@ def _dequantized(weight: Tensor, scale: Tensor | None, block: tuple[int, int]) -
             f"scale is {shown(scale)}, a float8_e4m3fn weight {list(weight.shape)} with one a {block[0]} x {block[1]} block "
             f"takes {list(shape)}: the checkpoint's weight_scale_inv"
         )
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise InvalidInput("scale holds NaN, an infinite number or one below or at 0, it takes positive finite ones")
     each = scale.detach().float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return weight.float() * each[:rows, :columns]

@@ -121,21 +121,27 @@ class Backend:
         Raises:
             InvalidInput: for anything but a Problem.
         """
-        if not isinstance(problem, Problem):
-            raise InvalidInput(f"problem is a {type(problem).__name__}, it takes a Problem")
+        _check_problem(problem)
         ask = serving if self._where is not None else None
         return judge(problem, self.device, self._entries, ask=ask, only=self._only)
 
     def page_sizes(self, problem: Problem) -> tuple[int, ...]:
-        """Page sizes from 1 to 256 tokens that some adapter takes, before the engine allocates; empty if none."""
+        """Page sizes from 1 to 256 tokens that some adapter takes, before the engine allocates; empty if none.
+
+        Raises:
+            InvalidInput: for anything but a Problem.
+        """
+        _check_problem(problem)
         return tuple(size for size in PAGE_SIZES if self.explain(replace(problem, page_size=size)).chosen)
 
     def workspace_bytes(self, problem: Problem, *, max_batch: int, max_seq_len: int) -> int:
         """Bytes of the uint8 tensor that plans of one stream may share.
 
         Raises:
+            InvalidInput: for anything but a Problem, or counts below 0.
             NoAdapterRuns: where nothing runs the problem.
         """
+        _check_problem(problem)
         sized = replace(problem, batch=max_batch, max_seq_len=max_seq_len)
         adapter = self._adapter(self._chosen(self.explain(sized)).name)
         return adapter.workspace_bytes(sized, self.device, max_batch=max_batch, max_seq_len=max_seq_len)
@@ -405,10 +411,14 @@ class Backend:
             )
 
 
+def _check_problem(problem: Problem) -> None:
+    if not isinstance(problem, Problem):
+        raise InvalidInput(f"problem is a {type(problem).__name__}, it takes a Problem")
+
+
 def _check_numbers(*, num_heads: int, softmax_scale: float, q_len: int) -> None:
-    for name, value, least in (("num_heads", num_heads, 1), ("q_len", q_len, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
+    whole_number("num_heads", num_heads)
+    whole_number("q_len", q_len, least=0)
     if (
         isinstance(softmax_scale, bool)
         or not isinstance(softmax_scale, int | float)

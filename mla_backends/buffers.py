@@ -181,7 +181,8 @@ class Buffers:
         mine = self.block_table if given.ndim == 2 else self.seq_lens
         if given.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr():
             return given
-        return given if given.data_ptr() == mine.data_ptr() and given.stride() == mine.stride() else given.clone()
+        in_place = given.data_ptr() == mine.data_ptr() and given.stride() == mine.stride()
+        return given if in_place else given.clone()
 
     def clamp(self) -> None:
         """Recompute what kernels see from the buffers, on the device; capturable."""

@@ -7,7 +7,7 @@ views and facts that plans and adapters read in every step. Which bytes a row ha
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -425,13 +425,14 @@ class UnifiedCache:
             known = self._layers.get((i, type(kv_scale), kv_scale))
             if known is not None:
                 return known
-        return self._make(operator.index(i), kv_scale)
+        return self._make(i, kv_scale)
 
-    def _make(self, i: int, kv_scale: float | Tensor | None) -> PagedCache:
-        if not -self.num_layers <= i < self.num_layers:
+    def _make(self, i: Any, kv_scale: float | Tensor | None) -> PagedCache:
+        if not hasattr(i, "__index__") or not -self.num_layers <= operator.index(i) < self.num_layers:
             raise InvalidInput(
-                f"layer is {i}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
+                f"layer is {i!r}, it takes 0 to {self.num_layers - 1}, or -{self.num_layers} to -1 from the end"
             )
+        i = operator.index(i)
         if i < 0:
             return self.layer(i + self.num_layers, kv_scale=kv_scale)
         made = PagedCache(

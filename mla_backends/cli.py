@@ -201,7 +201,10 @@ def _cells(row: Row) -> list[str]:
 
 @app.command("table")
 def table(
-    into: Annotated[Path | None, Option(help="a Markdown file, whose table between the two marks is replaced")] = None,
+    into: Annotated[
+        Path | None,
+        Option(exists=True, dir_okay=False, help="a Markdown file, whose table between the two marks is replaced"),
+    ] = None,
 ) -> None:
     """README's support table, from what the installed adapters declare."""
     made = markdown(entry for entry in installed() if not isinstance(entry, Broken))

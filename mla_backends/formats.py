@@ -127,6 +127,6 @@ def format_named(name: str) -> CacheFormat:
     Raises:
         InvalidInput: for a name that is no format.
     """
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise InvalidInput(f"format is {name!r}, it takes one of {', '.join(FORMATS)}")
     return FORMATS[name]

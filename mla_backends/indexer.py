@@ -77,6 +77,8 @@ class IndexerCache:
         Raises:
             InvalidInput: where widths, counts, dtypes or devices disagree.
         """
+        if not isinstance(k, Tensor) or not isinstance(slot_mapping, Tensor):
+            raise InvalidInput(f"k and slot_mapping are {shown(k)} and {shown(slot_mapping)}, they take tensors")
         ops.write_indexer_cache(self.data, k, slot_mapping)
 
     def dequantized(self) -> Tensor:

@@ -413,6 +413,10 @@ class DecodePlan:
                 f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
                 f"it takes {wanted} on {self._recipe.where}, a row of slots for each query row"
             )
+        if indices.stride(-1) != 1 and indices.shape[-1] > 1:
+            raise InvalidInput(
+                f"indices has stride {indices.stride(-1)} in its last dimension, it takes 1; pass indices.contiguous()"
+            )
         if slots is None or by_request is None:
             return indices
         ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
-from mla_backends.errors import InvalidInput
+from mla_backends.errors import InvalidInput, whole_number
 
 __all__ = ["Geometry", "Problem", "softmax_scale"]
 
@@ -76,8 +76,8 @@ class Problem:
         for names, least in ((at_least_one, 1), (at_least_zero, 0)):
             for name in names:
                 value = getattr(self, name)
-                if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                    raise InvalidInput(f"{name} is {value!r}, it takes a whole number of at least {least}")
+                if value is not None:
+                    whole_number(name, value, least=least)
 
     @property
     def row_width(self) -> int:
@@ -126,10 +126,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            value = getattr(self, f.name)
-            least = 0 if f.name == "qk_rope_head_dim" else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InvalidInput(f"{f.name} is {value!r}, it takes a whole number of at least {least}")
+            whole_number(f.name, getattr(self, f.name), least=0 if f.name == "qk_rope_head_dim" else 1)
 
     @classmethod
     def from_config(cls, config: Any, *, tp_size: int = 1) -> Geometry:
@@ -139,8 +136,8 @@ class Geometry:
             InvalidInput: if a width is missing, or `tp_size` does not divide the heads.
         """
         heads = _required(config, "num_attention_heads")
-        if tp_size < 1 or heads % tp_size:
-            raise InvalidInput(f"tp_size is {tp_size}, it takes a divisor of the model's {heads} heads")
+        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1 or heads % tp_size:
+            raise InvalidInput(f"tp_size is {tp_size!r}, it takes a divisor of the model's {heads} heads")
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return cls(heads // tp_size, **{name: _required(config, name) for name in names})
 

@@ -240,6 +240,22 @@ def test_a_kv_b_proj_that_does_not_fit_is_refused(weight, scale, says):
         AbsorbWeights.from_kv_b_proj(weight, GEOMETRY, scale=scale)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_block_scale_is_positive_and_finite(wrong):
+    scale = torch.ones(9, 4)
+    scale[3, 2] = wrong
+    with pytest.raises(InvalidInput, match=r"scale holds .*it takes positive finite ones"):
+        AbsorbWeights.from_kv_b_proj(randn(H * (N + V), L).to(torch.float8_e4m3fn), GEOMETRY, scale=scale)
+
+
+@pytest.mark.parametrize("block", [128, (128,), (0, 128), (128.0, 128), None])
+def test_a_block_is_two_counts(block):
+    with pytest.raises(InvalidInput, match=r"block is .*, it takes"):
+        AbsorbWeights.from_kv_b_proj(
+            randn(H * (N + V), L).to(torch.float8_e4m3fn), GEOMETRY, scale=torch.ones(9, 4), block=block
+        )
+
+
 @pytest.mark.parametrize(
     ("w_uk", "w_uv", "says"),
     [

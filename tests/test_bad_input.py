@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mla_backends import (
     AbsorbWeights,
+    IndexerCache,
     InvalidInput,
     NoAdapterRuns,
     PagedCache,
@@ -362,6 +363,11 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         r"topk is 0, it takes a whole number of at least 1",
     ),
     (lambda: decode(indices=torch.zeros(2, 5, dtype=torch.int32)), r"topk is given, so the plan is sparse"),
+    (
+        lambda: decode(table=None, lens=None, indices=torch.zeros(5, 2, dtype=torch.int32).T),
+        r"indices has stride 2 in its last dimension, it takes 1; pass indices.contiguous\(\)",
+    ),
+    (lambda: WEIGHTS.copy_(None), r"other is a NoneType, it takes AbsorbWeights"),  # type: ignore[arg-type]
     (lambda: WEIGHTS.query([1], Q_PE), r"q_nope is a list"),
     (lambda: WEIGHTS.query(torch.tensor(1.0), Q_PE), r"q_nope is \[\] of torch.float32"),
     (lambda: WEIGHTS.query(Q_NOPE, Q_PE, out=Q_NOPE), r"out is .*, it takes a Query"),
@@ -392,6 +398,13 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: get_backend(adapter="flashmlaa"), r"adapter is 'flashmlaa', it takes one of .*eager"),
     (lambda: get_backend(adapters=[1]), r"adapters holds 1, it takes objects of mla_backends.adapter.Adapter"),
     (lambda: BACKEND.explain("dense"), r"problem is a str, it takes a Problem"),  # type: ignore[arg-type]
+    (lambda: BACKEND.page_sizes("dense"), r"problem is a str, it takes a Problem"),  # type: ignore[arg-type]
+    (
+        lambda: BACKEND.workspace_bytes("dense", max_batch=1, max_seq_len=1),  # type: ignore[arg-type]
+        r"problem is a str, it takes a Problem",
+    ),
+    (lambda: IndexerCache.allocate(1, 4, "cpu").write([1], ints(0)), r"k and slot_mapping are a list and \[1\]"),  # type: ignore[arg-type]
+    (lambda: PagedCache(CACHE.data, ["bf16"]), r"format is \['bf16'\], it takes one of bf16"),  # type: ignore[arg-type]
     (lambda: Problem(True), r"num_heads is True, it takes a whole number of at least 1"),
     (lambda: Problem(16, page_size=0), r"page_size is 0"),
 ]

@@ -139,7 +139,7 @@ def test_a_compiled_function_takes_layers_and_writes_them_in_one_graph():
         assert torch.equal(unified.layer(i).gather(torch.tensor([3, 8])), expected)
 
 
-@pytest.mark.parametrize("i", [2, -3, 61])
+@pytest.mark.parametrize("i", [2, -3, 61, None, 0.5])
 def test_a_layer_that_is_not_there_is_refused(i):
     unified = UnifiedCache.allocate(3, 2, 2, "bf16", "cpu")
     with pytest.raises(InvalidInput, match=f"layer is {i}, it takes 0 to 1"):

@@ -159,6 +159,7 @@ def test_explain_takes_all_of_them_at_once() -> None:
         (["compare", "--lengths", "short"], "lengths is 'short'"),
         (["compare", "--adapter", "none-such"], "adapter is 'none-such'"),
         (["compare", "--device", "cuda:77"], "device is cuda:77"),
+        (["table", "--into", "no-such/file.md"], "'no-such/file.md' does not exist"),
     ],
 )
 def test_bad_input_is_a_sentence_and_status_2(arguments: list[str], sentence: str) -> None:

@@ -236,8 +236,9 @@ def test_a_config_of_another_model_and_a_tp_size_that_does_not_divide_are_refuse
     with pytest.raises(InvalidInput, match="no qk_nope_head_dim"):
         softmax_scale({"hidden_size": 4096})
     assert Geometry.from_config(V3, tp_size=8) == Geometry(16)
-    for wrong in (0, 3, -8, 256):
-        with pytest.raises(InvalidInput, match=f"tp_size is {wrong}, it takes a divisor of the model's 128 heads"):
+    wrong: Any
+    for wrong in (0, 3, -8, 256, "8", 8.0, True):
+        with pytest.raises(InvalidInput, match=f"tp_size is {wrong!r}, it takes a divisor of the model's 128 heads"):
             Geometry.from_config(V3, tp_size=wrong)
 
 
