@@ -347,7 +347,7 @@ class DecodePlan:
         target = self._outlet.target(query, out)
         if indices is not None:
             indices = self._sanitized(indices, query, cache)
-        if kernel is None or kernel_query.latent.shape[0] == 0:
+        if kernel is None or (self.problem.ragged and kernel_query.latent.shape[0] == 0):
             return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
             with torch.cuda.device(self._recipe.where):
