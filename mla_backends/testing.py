@@ -140,7 +140,7 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     yield replace(base, return_lse=False)
     yield replace(base, offset=8)
     if is_sparse:
-        yield from (replace(base, topk=k, num_heads=h) for k in (1, 63, 64, 65, 192, 2048) for h in (8, 128))
+        yield from (replace(base, topk=k, num_heads=h) for k in (1, 63, 64, 65, 192, 2048) for h in (8, 16, 64, 128))
     else:
         yield from (
             replace(base, seq_lens=lens) for lens in ((0, 0, 0), (1,), (63, 64, 65, 1), LONG, tuple(range(0, 140, 7)))
@@ -157,9 +157,10 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     if "fp8" in formats:
         fp8 = replace(base, cache_format="fp8")
         for scale in (0.5, 2.0):
-            yield replace(fp8, kv_scale=scale, kv_scale_kind="float", num_heads=16)
-            yield replace(fp8, kv_scale=scale, kv_scale_kind="tensor", num_heads=128)
-        yield replace(fp8, q_scale=0.01)
+            for h, q in ((8, 2), (16, 1), (20, 4), (64, 1), (128, 2)):
+                yield replace(fp8, kv_scale=scale, kv_scale_kind="float", num_heads=h, q_len=q)
+                yield replace(fp8, kv_scale=scale, kv_scale_kind="tensor", num_heads=h, q_len=q)
+        yield from (replace(fp8, q_scale=0.01, num_heads=h, q_len=q) for h in (8, 16, 20, 64, 128) for q in (1, 4))
         yield replace(fp8, q_scale=0.01, num_heads=12, query="parts", q_len=2)
         # Without lse: sm90's tensor cores add products of e4m3 in 14 bits, and logits of thousands are no finer than that.
         yield replace(fp8, q_amax=3000.0, kv_scale=0.5, return_lse=False)
