@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -200,12 +200,13 @@ def test_requests_may_share_one_row_of_a_table(world: Any) -> None:
     world.assert_close(got, world.truth(query, cache, table, lens))
 
 
-def test_an_engine_that_drops_requests_may_pass_the_plans_own_buffers(world: Any) -> None:
+@pytest.mark.parametrize("kept", [slice(2, None), slice(None, None, 2), slice(0, 3)])
+def test_an_engine_that_drops_requests_may_pass_the_plans_own_buffers(world: Any, kept: slice) -> None:
     cache, query, lens = world.cache(), world.query(5), world.ints(130, 1, 64, 65, 3)
     table = world.table(5, -(-130 // world.page_size))
     plan = world.plan(cache, table, lens)
-    plan.update(plan.block_table[2:], plan.seq_lens[2:], seq_lens_cpu=lens[2:].cpu())
-    fresh = world.plan(cache, table[2:], lens[2:], max_batch=5)
+    plan.update(plan.block_table[kept], plan.seq_lens[kept], seq_lens_cpu=lens[kept].cpu())
+    fresh = world.plan(cache, table[kept], lens[kept], max_batch=5)
     assert world.same(plan.run(query, cache), fresh.run(query, cache))
 
 
@@ -244,6 +245,26 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(world: Any) -> None:
 )
 def test_any_lengths_tables_and_strides_match_the_reference(condition: Condition, seed: int) -> None:
     assert Trial(condition, "cpu", seed=seed).run(get_backend("cpu")).faults(condition) == ()
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("num_heads", "q_len"), [(1, 1), (3, 2), (7, 3), (13, 4), (33, 5), (65, 6), (127, 7), (128, 8)]
+)
+def test_odd_head_counts_and_every_q_len_match_the_reference(
+    num_heads: int, q_len: int, cache_format: Literal["bf16", "fp32"]
+) -> None:
+    condition = Condition(num_heads=num_heads, q_len=q_len, cache_format=cache_format)
+    assert Trial(condition, "cpu").run(get_backend("cpu")).faults(condition) == ()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cache_format", ["bf16", "fp32"])
+def test_ragged_rows_from_none_to_eight_match_the_reference(
+    cache_format: Literal["bf16", "fp32"], causal: bool
+) -> None:
+    condition = Condition(num_heads=5, q_lens=(8, 1, 0, 5, 7, 2, 6), cache_format=cache_format, causal=causal)
+    assert Trial(condition, "cpu").run(get_backend("cpu")).faults(condition) == ()
 
 
 def test_an_update_that_does_not_fit_leaves_the_last_step_standing(world: Any) -> None:
