@@ -143,7 +143,8 @@ class Kernel(ABC):
         Args:
             query: [B, q, H, D], ragged [T, H, D]; the heads, dtype and packing that the conventions ask for.
             cache: the layer, whose facts are those that the plan was made with.
-            indices: [B, q, topk] int32 slots, each -1 or inside the cache; None when dense.
+            indices: [B, q, topk] int32 slots, each -1 or inside the cache; None when dense. Where the conventions leave
+                slots to the adapter, [B, (q,) topk] as the caller gave them.
             out: [B, q, H, L] or [T, H, L] to write into; only where the conventions say `writes_out`.
 
         Returns:

@@ -135,7 +135,8 @@ class Buffers:
     def fill(self, step: StepInput) -> None:
         """Write a checked step; rows past the live ones become empty."""
         live = step.live
-        self._known = step.seq_lens_cpu
+        # Copied, as an engine may have one such tensor and change it while a failed step is taken back.
+        self._known = None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone()
         table, lengths = self._apart(step.block_table), self._apart(step.seq_lens)
         if live is not None and live < self.batch:
             self.seq_lens[live:].zero_()
@@ -151,8 +152,8 @@ class Buffers:
                 torch.clamp(lengths, 0, room, out=self.seq_lens[:live])
             else:
                 self.seq_lens[:live].copy_(lengths.long().clamp(0, room))
-        elif step.seq_lens_cpu is not None:
-            self._upload(step.seq_lens_cpu, self.seq_lens[:live])
+        elif self._known is not None:
+            self._upload(self._known, self.seq_lens[:live])
         elif table is not None:
             self.seq_lens[:live].clamp_(max=int(table.shape[1]) * self.page_size)
         if step.cu_q_lens is not None:
@@ -164,7 +165,10 @@ class Buffers:
         self.clamp()
 
     def _apart(self, given: Tensor | None) -> Tensor | None:
-        """What the caller gave, copied where it is a part of these buffers, as an engine that drops requests may give it."""
+        """What the caller gave, copied where it is a part of these buffers, as an engine that drops requests may give it.
+
+        The first rows as they lie are the one part that what is written here leaves as it was.
+        """
         if given is None:
             return None
         mine = self.block_table if given.ndim == 2 else self.seq_lens
@@ -216,12 +220,12 @@ class Buffers:
             into.copy_(values)
             return
         if not self._staging:
-            for _ in range(_SLOTS):
-                pinned = torch.empty(self.batch, dtype=torch.int32, device="cpu", pin_memory=True)
-                self._staging.append((pinned, torch.cuda.Event()))
+            with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+                pinned = torch.empty(_SLOTS, self.batch, dtype=torch.int32, device="cpu", pin_memory=True)
+            self._staging.extend((part, torch.cuda.Event()) for part in pinned)
         staging, done = self._staging[self._turn]
         self._turn = (self._turn + 1) % _SLOTS
         done.synchronize()
         staging[: len(values)].copy_(values)
         into.copy_(staging[: len(values)], non_blocking=True)
-        done.record()
+        done.record(torch.cuda.current_stream(into.device))

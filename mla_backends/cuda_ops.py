@@ -25,7 +25,10 @@ number of tokens, so that product is cuBLAS's.
 """
 
 FEW_TOKENS_E4M3 = 64
-"""The same for an e4m3 query, where cuBLAS needs one more launch, to quantise what it wrote in bf16."""
+"""The same for an e4m3 query, where cuBLAS needs one more launch, to quantise what it wrote in bf16.
+
+Source: the same table: 0.88, 0.88 and 0.81 at 64 tokens of 16, 64 and 128 heads, 1.04, 0.99 and 0.86 at 96.
+"""
 
 REFUSED, DONE, PRODUCT_IS_LEFT = 0, 1, 2
 """What `absorb_query` answers; csrc/query_exports.h."""

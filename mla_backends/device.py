@@ -15,7 +15,7 @@ from mla_backends.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "installed_version"]
+__all__ = ["Device", "installed_version", "is_capturing"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,16 @@ class Device:
         elif isinstance(capability, tuple) and len(capability) == 2 and all(type(n) is int for n in capability):
             return cls((capability[0], capability[1]))
         raise InvalidInput(f'capability is {capability!r}, it takes (9, 0), "sm90", "cpu" or a Device')
+
+
+def is_capturing(where: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on that device's current stream."""
+    import torch
+
+    if where.type != "cuda":
+        return False
+    with torch.cuda.device(where):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def installed_version(distribution: str) -> str | None:

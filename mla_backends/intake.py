@@ -17,13 +17,11 @@ from mla_backends.buffers import Buffers
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
 from mla_backends.query import Query, by_tokens
-from mla_backends.support import Conventions
+from mla_backends.support import ALIGNMENT, Conventions
 
 __all__ = ["Intake"]
 
 E4M3 = torch.float8_e4m3fn
-ALIGNMENT = 16
-"""Bytes: what the kernels' vector loads and bulk copies of a query need of its address and outer strides."""
 
 
 class Intake:

@@ -14,7 +14,7 @@ from mla_backends.buffers import Buffers
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
-from mla_backends.support import Conventions
+from mla_backends.support import ALIGNMENT, Conventions
 
 __all__ = ["Outlet"]
 
@@ -67,7 +67,8 @@ class Outlet:
             return None
         shape = (*query.latent.shape[:-2], self._num_heads, self._problem.kv_lora_rank)
         _check_result("out", out, shape, self._out_dtype, self._device)
-        if not self._can_write or not out.is_contiguous():
+        # An address off a kernel's vector stores is an error of the device, which ends every later call too.
+        if not self._can_write or not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
             return None
         return out if self._problem.ragged or out.ndim == 4 else out.unsqueeze(1)
 

@@ -19,7 +19,7 @@ from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
-from mla_backends.device import Device
+from mla_backends.device import Device, is_capturing
 from mla_backends.errors import InvalidInput, whole_number
 from mla_backends.graph_node import numbered, run_in_graph
 from mla_backends.intake import Intake
@@ -129,6 +129,8 @@ class DecodePlan:
         )
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
+        if self.update_mode == "host" and is_capturing(recipe.where):
+            self._check_capture(StepInput())
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
 
     @classmethod
@@ -220,10 +222,8 @@ class DecodePlan:
         if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
-        if self.update_mode == "device":
-            self._buffers.fill(step)
-            self._replan()
-            return
+        if is_capturing(self._recipe.where):
+            self._check_capture(step)
         try:
             with self._buffers.restored_on_error():
                 self._buffers.fill(step)
@@ -245,6 +245,19 @@ class DecodePlan:
             )
         self._buffers.clamp()
         self._replan()
+
+    def _check_capture(self, step: StepInput) -> None:
+        """Refuse what a CUDA graph that is being captured cannot hold: work of the host."""
+        if self.update_mode == "host":
+            raise InvalidInput(
+                f"{self.adapter} plans on the host, which a CUDA graph cannot hold; plan, take views with at and update "
+                f"outside of the capture"
+            )
+        if step.seq_lens is None and step.seq_lens_cpu is not None:
+            raise InvalidInput(
+                "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
+                "pass seq_lens, on the device"
+            )
 
     def _replan(self) -> None:
         if self._kernel is None:
@@ -370,19 +383,19 @@ class DecodePlan:
         self._accepted = cache.facts
 
     def _new_slots(self) -> Tensor | None:
-        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes."""
+        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes; None where it looks
+        at the caller's own.
+        """
         topk = self.problem.topk
-        if topk is None:
+        if topk is None or self._conventions.slots != "sanitize_slots":
             return None
         multiple = self._conventions.topk_multiple
         rows = self._buffers.batch * self._buffers.q_len
         return torch.full((rows, -(-topk // multiple) * multiple), -1, dtype=torch.int32, device=self._recipe.where)
 
     def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
-        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer."""
+        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer, where that is for the plan to do."""
         slots, by_request = self._slots, self._slots_by_request
-        assert slots is not None
-        assert by_request is not None
         lead = query.latent.shape[:-2]
         is_right = type(indices) is Tensor and indices.dtype is torch.int32 and indices.device == self._recipe.where
         if not is_right or indices.shape[:-1] != lead or indices.shape[-1] != self.problem.topk:
@@ -396,6 +409,8 @@ class DecodePlan:
             raise InvalidInput(
                 f"indices has stride {indices.stride(-1)} in its last dimension, it takes 1; pass indices.contiguous()"
             )
+        if slots is None or by_request is None:
+            return indices
         ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)
         return by_request
 
@@ -417,7 +432,7 @@ class DecodePlan:
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
             "lse_precision": self._conventions.lse_precision,
-            "adds_kernels": (*(("sanitize_slots",) if self._is_sparse else ()), *self._outlet.kernels),
+            "adds_kernels": (*((self._conventions.slots,) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }

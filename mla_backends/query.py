@@ -29,7 +29,7 @@ class Query:
     Attributes:
         latent: [B, (q,) H, L], any outer strides, last dimension dense.
         rope: [B, (q,) H, R], same leading shape, dtype and device.
-        scale: an e4m3 query's scale, one float32 on the device: value = stored * scale. None for bf16, fp16, fp32.
+        scale: an e4m3 query's scale, [1] float32 on the device: value = stored * scale. None for bf16, fp16, fp32.
         facts: (shape of latent, R, dtype, device), for plans to compare.
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
         number: how a compiled graph finds it.
@@ -70,7 +70,8 @@ class Query:
         put = object.__setattr__
         put(self, "latent", latent)
         put(self, "rope", rope)
-        put(self, "scale", scale)
+        # [1], as kernels take it, whatever rank the one value came with
+        put(self, "scale", scale if scale is None or scale.dim() == 1 else scale.reshape(1))
         put(self, "facts", (latent.shape, rope.shape[-1], latent.dtype, latent.device))
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)

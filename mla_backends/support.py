@@ -13,7 +13,22 @@ from typing import Any, Literal
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 
-__all__ = ["Conventions", "Joint", "Limit", "OneOf", "Range", "Refusal", "Speed", "Support", "Verdict", "Verdicts"]
+__all__ = [
+    "ALIGNMENT",
+    "Conventions",
+    "Joint",
+    "Limit",
+    "OneOf",
+    "Range",
+    "Refusal",
+    "Speed",
+    "Support",
+    "Verdict",
+    "Verdicts",
+]
+
+ALIGNMENT = 16
+"""Bytes: what the kernels' vector accesses and bulk copies need of a query's or result's address and outer strides."""
 
 
 def _shown(value: Any, subject: str = "") -> str:
@@ -255,7 +270,9 @@ class Conventions:
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
         lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than float32.
-        topk_multiple: what a row of sparse indices is padded to a multiple of.
+        slots: what looks at sparse indices first. sanitize_slots: the plan, which gives the kernel -1 for every slot outside
+            the cache. compact_slots: the adapter itself, which gets them as the caller gave them.
+        topk_multiple: what a row of sparse indices is padded to a multiple of, by sanitize_slots.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
     """
@@ -271,6 +288,7 @@ class Conventions:
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
     lse_precision: float = 1e-3
+    slots: Literal["sanitize_slots", "compact_slots"] = "sanitize_slots"
     topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()

@@ -1,14 +1,15 @@
-"""How times are taken: captured graphs in turns on a GPU, a monotonic clock on a CPU, medians always."""
+"""How times are taken: captured graphs in turns on a GPU, a monotonic clock on a CPU, medians always; and kernels counted."""
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["ceilings", "graph_of", "interleaved", "median_on_cpu"]
+__all__ = ["ceilings", "graph_of", "interleaved", "kernel_nodes", "median_on_cpu"]
 
 
 def graph_of(calls: Sequence[Callable[[], object]], *, keep: bool = False) -> torch.cuda.CUDAGraph:
@@ -25,6 +26,26 @@ def graph_of(calls: Sequence[Callable[[], object]], *, keep: bool = False) -> to
         for call in calls:
             call()
     return graph
+
+
+KERNEL_NODE = 0
+"""cudaGraphNodeTypeKernel."""
+
+
+def kernel_nodes(calls: Sequence[Callable[[], object]]) -> int:
+    """How many kernels a capture of the calls holds."""
+    graph = graph_of(calls, keep=True)
+    runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    raw, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
+    assert runtime.cudaGraphGetNodes(raw, None, ctypes.byref(count)) == 0
+    nodes = (ctypes.c_void_p * count.value)()
+    assert runtime.cudaGraphGetNodes(raw, nodes, ctypes.byref(count)) == 0
+    kinds = []
+    for node in nodes:
+        kind = ctypes.c_int()
+        assert runtime.cudaGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)) == 0
+        kinds.append(kind.value)
+    return kinds.count(KERNEL_NODE)
 
 
 def interleaved(graphs: Sequence[torch.cuda.CUDAGraph], *, replays: int = 30) -> list[float]:

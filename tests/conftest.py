@@ -169,3 +169,11 @@ def graphs(world: World) -> World:
     if world.device.type != "cuda":
         pytest.skip("there are no CUDA graphs on a CPU")
     return world
+
+
+@pytest.fixture
+def sparse_graphs(sparse: World) -> World:
+    """An adapter that decodes over chosen slots, on a GPU, where CUDA graphs can be captured."""
+    if sparse.device.type != "cuda":
+        pytest.skip("there are no CUDA graphs on a CPU")
+    return sparse

@@ -125,6 +125,10 @@ def test_an_e4m3_query_carries_its_scale():
     packed = randn(3, H, 576).to(torch.float8_e4m3fn)
     query = Query.from_packed(packed, scale=scale)
     assert query.scale is scale
+    for shaped in (scale[0], scale.view(1, 1)):
+        kept = Query.from_packed(packed, scale=shaped).scale
+        assert kept.shape == (1,)
+        assert kept.data_ptr() == scale.data_ptr()
     apart = Query.from_parts(packed[..., :L].clone(), packed[..., L:].clone(), scale=scale)
     assert torch.equal(apart.packed.view(torch.uint8), packed.view(torch.uint8))
 

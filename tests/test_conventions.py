@@ -239,11 +239,11 @@ def test_a_kernel_writes_straight_into_an_out_that_it_can_write() -> None:
         return run(query, cache, indices, out)
 
     inner.run = watched  # type: ignore[method-assign]
-    query = Query.from_packed(torch.zeros(2, 4, 576, dtype=torch.bfloat16))
+    query = Query.from_packed(torch.randn(2, 4, 576).bfloat16())
     dense, strided = torch.empty(2, 4, 512).bfloat16(), torch.empty(2, 4, 600).bfloat16()[..., :512]
-    plan.run(query, cache, out=dense)
-    plan.run(query, cache, out=strided)
-    plan.run(query, cache)
+    off_by_two_bytes = torch.empty(1 + 2 * 4 * 512).bfloat16()[1:].view(2, 4, 512)
+    results = [plan.run(query, cache, out=out).out for out in (dense, strided, off_by_two_bytes, None)]
     assert seen[0] is not None
     assert seen[0].data_ptr() == dense.data_ptr()
-    assert seen[1:] == [None, None]
+    assert seen[1:] == [None, None, None]
+    assert all(torch.equal(result, results[-1]) for result in results)

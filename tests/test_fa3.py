@@ -195,6 +195,7 @@ def test_selected_slots_are_read_in_place_by_row(kind, condition):
     assert call["k"].shape[1] == 1
     assert call["v"].data_ptr() == trial.cache.data.data_ptr()
     assert call["max_seqlen_k"] == condition.topk
+    assert plan.describe()["adds_kernels"] == ("compact_slots",)
 
 
 def test_a_step_is_planned_once_into_one_tensor_and_stays_equal_to_a_fresh_plan():

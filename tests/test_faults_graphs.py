@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -307,14 +307,14 @@ def test_a_step_waits_for_nothing(graphs: Any) -> None:
             plan.run(query, cache)
 
 
-def test_memory_does_not_grow_over_a_thousand_steps(graphs: Any) -> None:
+def test_memory_does_not_grow_over_ten_thousand_steps(graphs: Any) -> None:
     world, columns = graphs, 4
     cache, queries = world.cache(), [world.query(4, seed=s) for s in range(3)]
     first = step_of(world, (64,) * 4, columns, 0)
     plan = world.plan(cache, first["block_table"], first["seq_lens"])
     steps = [step_of(world, lens, columns, 1) for lens in ((64, 1, 64, 0), (1, 2), (5, 6, 7, 8))]
     before = 0
-    for i in range(1000):
+    for i in range(10_000 if world.adapter.name != "eager" else 1000):
         plan.update(**steps[i % 3])
         plan.run(queries[i % 3], cache)
         if i == 20:
@@ -403,8 +403,8 @@ EAGER = next(entry for entry in installed() if entry.name == "eager")
 class Watched(Kernel):
     """The eager kernel behind odd conventions, which notes the address of each query that it reads."""
 
-    def __init__(self, inner: Kernel, owner: Watching) -> None:
-        self.inner, self.owner = inner, owner
+    def __init__(self, inner: Kernel, step: Step, owner: Watching) -> None:
+        self.inner, self.step, self.owner = inner, step, owner
 
     def run(
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
@@ -413,28 +413,30 @@ class Watched(Kernel):
         return self.inner.run(query, cache, indices, None)
 
     def update(self, lengths: HostLengths | None) -> None:
-        self.owner.planned.append(None if lengths is None else lengths.seq_lens.tolist())
-        if self.owner.fails_at is not None and lengths is not None and self.owner.fails_at in lengths.seq_lens:
+        seq_lens = self.step.seq_lens if lengths is None else lengths.seq_lens
+        assert seq_lens is not None
+        self.owner.planned.append(seq_lens.tolist())
+        if self.owner.fails_at is not None and self.owner.fails_at in seq_lens:
             raise RuntimeError("the library fails half way")
 
 
 class Watching(Adapter):
     name = "watching"
     support = ()
-    conventions = Conventions(query="packed", heads=(64, 128), metadata="host")
 
-    def __init__(self) -> None:
+    def __init__(self, metadata: Literal["host", "op"]) -> None:
+        self.conventions = Conventions(query="packed", heads=(64, 128), metadata=metadata)  # type: ignore[misc]
         self.addresses: list[int] = []
-        self.planned: list[list[int] | None] = []
+        self.planned: list[list[int]] = []
         self.fails_at: int | None = None
 
     def plan(self, step: Step, library: Any) -> Kernel:
         assert isinstance(EAGER, Adapter)
-        return Watched(EAGER.plan(step, library), self)
+        return Watched(EAGER.plan(step, library), step, self)
 
 
-def watching() -> tuple[Watching, Callable[..., DecodePlan], PagedCache]:
-    adapter = Watching()
+def watching(metadata: Literal["host", "op"] = "host") -> tuple[Watching, Callable[..., DecodePlan], PagedCache]:
+    adapter = Watching(metadata)
     backend = get_backend("cpu", adapters=[adapter])
     cache = PagedCache.allocate(8, 64, "bf16", "cpu")
 
@@ -470,8 +472,12 @@ def test_ragged_queries_of_any_length_are_brought_to_the_same_memory() -> None:
     assert len(set(adapter.addresses)) == 1
 
 
-def test_a_failed_host_update_leaves_kernels_planned_for_the_last_step() -> None:
-    adapter, make, cache = watching()
+MODES = pytest.mark.parametrize("metadata", ["host", "op"])
+
+
+@MODES
+def test_a_failed_update_leaves_kernels_planned_for_the_last_step(metadata: Literal["host", "op"]) -> None:
+    adapter, make, cache = watching(metadata)
     plan = make([3, 64, 7])
     plan.at(2)
     query = parts(3)
@@ -484,6 +490,38 @@ def test_a_failed_host_update_leaves_kernels_planned_for_the_last_step() -> None
     assert plan.seq_lens is not None
     assert plan.seq_lens.tolist() == [3, 64, 7]
     assert torch.equal(plan.run(query, cache).out, before)
+
+
+def test_a_failed_update_goes_back_to_lengths_that_the_caller_has_overwritten() -> None:
+    adapter, make, _ = watching()
+    host = torch.tensor([3, 64, 7], dtype=torch.int32)
+    plan = make([1, 1, 1])
+    plan.update(seq_lens_cpu=host)
+    adapter.fails_at = 65
+    host.copy_(torch.tensor([1, 1, 65]))  # an engine has one such tensor
+    with pytest.raises(RuntimeError, match="half way"):
+        plan.update(seq_lens_cpu=host)
+    assert adapter.planned[-1] == [3, 64, 7]
+
+
+@MODES
+def test_what_the_host_does_is_refused_while_a_graph_is_captured(
+    metadata: Literal["host", "op"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, make, _ = watching(metadata)
+    plan, lens = make([3, 64, 7]), torch.tensor([9, 1], dtype=torch.int32)
+    adapter.planned.clear()
+    monkeypatch.setattr("mla_backends.plan.is_capturing", lambda where: True)
+    if metadata == "host":
+        for work in (lambda: plan.update(seq_lens=lens), lambda: plan.at(2), lambda: make([3])):
+            with pytest.raises(InvalidInput, match="watching plans on the host, which a CUDA graph cannot hold"):
+                work()
+        assert adapter.planned == []
+        return
+    with pytest.raises(InvalidInput, match="seq_lens_cpu alone is given while a CUDA graph is being captured"):
+        plan.update(seq_lens_cpu=lens)
+    plan.update(seq_lens=lens)
+    assert adapter.planned == [[9, 1, 0]]
 
 
 def test_lengths_given_on_the_host_are_those_that_a_kernel_plans_with() -> None:

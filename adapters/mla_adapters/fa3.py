@@ -266,7 +266,6 @@ class SparseKernel(Kernel):
         self._splits = _num_splits(problem, rows=rows * step.heads, requests=rows, keys=topk)
         self._table = torch.zeros(rows, topk, dtype=torch.int32, device=step.device)
         self._counts = torch.zeros(rows, dtype=torch.int32, device=step.device)
-        self._slots: Tensor | None = None
         self._fwd = library.fwd
         self._rest = _placed(
             library.fwd,
@@ -286,13 +285,10 @@ class SparseKernel(Kernel):
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         assert indices is not None
-        # Most plans hand over one buffer at each layer; making its view takes longer than the rest of this.
-        if self._slots is None or indices.data_ptr() != self._slots.data_ptr():
-            self._slots = indices.view(self._table.shape)
         ops.compact_slots(
             self._table,
             self._counts,
-            self._slots,
+            indices if indices.ndim == 2 else indices.flatten(0, 1),
             cache.num_slots,
             page_size=cache.page_size,
             rows_per_page=cache.rows_per_page,
@@ -337,6 +333,7 @@ class Fa3Sparse(Adapter):
         lse_axes="TH",
         empty_rows="exact",
         writes_out=True,
+        slots="compact_slots",
         allocates=("lse", "float32 partial outputs, one a split"),
     )
 
