@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from timing import ceilings, graph_of, host_times, interleaved, kernel_nodes
 
-from mla_backends import DecodePlan, PagedCache, Query, UnifiedCache, get_backend
+from mla_backends import DecodePlan, PagedCache, UnifiedCache, get_backend
 
 SCALE = 192**-0.5
 PAGE = 64
@@ -80,11 +80,13 @@ class Point:
     def ours(self) -> tuple[DecodePlan, list[Call]]:
         """One call a layer."""
         plan = self.plan()
-        query = plan.new_query() if plan.quantizes_query else Query.from_packed(self.query)
+        query = plan.new_query()  # with the heads that the kernel runs, as the direct call gets them
         if plan.quantizes_query:
             query.packed.copy_(torch.randn(query.packed.shape, device="cuda") * 8)
+        else:
+            query.packed[:, : self.heads].copy_(self.query.squeeze(1))
         self.e4m3 = query.packed if plan.quantizes_query else None
-        indices = self.indices
+        indices = None if self.indices is None else self.indices.squeeze(1)
         return plan, [lambda c=c: plan.run(query, c, indices=indices) for c in self.layers]  # type: ignore[misc]
 
     def direct(self, plan: DecodePlan) -> list[Call]:
@@ -93,6 +95,7 @@ class Point:
             "flashmla-fp8": self._flashmla_fp8,
             "flashmla-sparse": self._flashmla_sparse,
             "fa3": self._fa3,
+            "fa3-sparse": self._fa3_sparse,
             "flashinfer": lambda: self._flashinfer("fa3"),
             "flashinfer-fa2": lambda: self._flashinfer("fa2"),
         }
@@ -141,6 +144,19 @@ class Point:
             q=flat[..., 512:], q_v=flat[..., :512], k=c.data[..., 512:].unsqueeze(2), v=c.data[..., :512].unsqueeze(2),
             max_seqlen_q=1, cu_seqlens_q=starts, max_seqlen_k=self.length, seqused_k=self.lens,
             block_table=self.table, softmax_scale=SCALE, causal=True, fa_version=3,
+        )  # fmt: skip
+
+    def _fa3_sparse(self) -> Callable[[PagedCache], object]:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+        flat, slots = self.query.view(self.batch, self.heads, 576), self.indices.view(self.batch, TOPK)  # type: ignore[union-attr]
+        starts = torch.arange(self.batch + 1, device="cuda", dtype=torch.int32)
+        counts = torch.full((self.batch,), TOPK, device="cuda", dtype=torch.int32)
+        table = slots // PAGE * self.layers[0].rows_per_page + slots % PAGE
+        return lambda c: flash_attn_varlen_func(
+            q=flat[..., 512:], q_v=flat[..., :512], k=c.by_row.rope_heads, v=c.by_row.latent_heads, max_seqlen_q=1,
+            cu_seqlens_q=starts, max_seqlen_k=TOPK, seqused_k=counts, block_table=table, softmax_scale=SCALE,
+            causal=False, fa_version=3,
         )  # fmt: skip
 
     def _flashinfer(self, kind: str) -> Callable[[PagedCache], object]:
@@ -194,7 +210,9 @@ def fixed_costs(adapter: str) -> dict[str, Any]:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     cli.add_argument("--out", type=Path, default=Path("build/bench-serving"))
-    cli.add_argument("--adapters", default="flashmla,fa3,flashinfer,flashinfer-fa2,flashmla-fp8,flashmla-sparse")
+    cli.add_argument(
+        "--adapters", default="flashmla,fa3,flashinfer,flashinfer-fa2,flashmla-fp8,flashmla-sparse,fa3-sparse"
+    )
     cli.add_argument("--quick", action="store_true", help="one batch and length")
     args = cli.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from mla_backends.adapter import HostLengths
 from mla_backends.steps import Room, StepInput
 
 __all__ = ["Buffers"]
+
+_steps = count()
 
 _SLOTS = 4
 """Pinned staging buffers in rotation, so that a copy in flight is not overwritten."""
@@ -38,6 +41,7 @@ class Buffers:
         q_len: query rows a request, the most when ragged.
         clamped: kernels must see lengths of at least 1 and ids inside the cache: `kernel_table` and `kernel_lens`
             are copies that hold them, else the buffers themselves.
+        holds: [1] the number of the step that was written last, one list for these buffers and all views of them.
     """
 
     block_table: Tensor
@@ -49,6 +53,7 @@ class Buffers:
     ragged: bool
     q_len: int
     clamped: bool
+    holds: list[int] = field(default_factory=lambda: [next(_steps)])
     kernel_table: Tensor = field(init=False)
     kernel_lens: Tensor = field(init=False)
     _staging: list[tuple[Tensor, torch.cuda.Event]] = field(init=False, default_factory=list)
@@ -112,6 +117,7 @@ class Buffers:
             self.ragged,
             self.q_len,
             False,
+            self.holds,
         )
         view.clamped, view.kernel_table, view.kernel_lens = (
             self.clamped,
@@ -134,6 +140,7 @@ class Buffers:
 
     def fill(self, step: StepInput) -> None:
         """Write a checked step; rows past the live ones become empty."""
+        self.holds[0] = next(_steps)
         live = step.live
         # Copied, as an engine may have one such tensor and change it while a failed step is taken back.
         self._known = None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone()
@@ -191,13 +198,13 @@ class Buffers:
     def restored_on_error(self) -> Iterator[None]:
         """Bring every value back if planning the step that is written inside ends in an exception."""
         kept = [(t, t.clone()) for t in (self.block_table, self.seq_lens, self.cu_q_lens)]
-        known = self._known
+        known, held = self._known, self.holds[0]
         try:
             yield
         except BaseException:
             for tensor, value in kept:
                 tensor.copy_(value)
-            self._known = known
+            self._known, self.holds[0] = known, held
             self.clamp()
             raise
 

@@ -89,15 +89,13 @@ class Outlet:
             out, lse: the caller's buffers.
             written: raw is the caller's out already.
         """
-        if self._is_padded:
-            raw = raw[..., : self._num_heads, :]
-        ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse)
-        wanted = self._shaped(lse)
+        is_flat = query.latent.ndim == 3
+        raw = self._rows(raw, is_flat)
+        ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse, is_flat)
         if self._overwrites or self._converts:
-            into = ours if wanted is None else wanted
             ops.finish_rows(
                 raw if self._overwrites else None,
-                into,
+                ours if lse is None else lse,
                 ours,
                 self._lengths,
                 q_len=self._buffers.q_len,
@@ -106,11 +104,8 @@ class Outlet:
                 base2=self._base2,
                 overwrite_out=self._overwrites,
             )
-        elif wanted is not None and ours is not None:
-            wanted.copy_(ours)
-        if raw.ndim > query.latent.ndim:
-            raw = raw.squeeze(1)
-            ours = None if ours is None else ours.squeeze(1)
+        elif lse is not None and ours is not None:
+            lse.copy_(ours)
         if out is not None and not written:
             out.copy_(raw)
         return Decoded(raw if out is None else out, ours if lse is None else lse)
@@ -128,14 +123,31 @@ class Outlet:
             lse.fill_(float("-inf"))
         return Decoded(out, lse)
 
-    def _ordered(self, lse: Tensor) -> Tensor:
-        """A view of the kernel's lse with our axes and heads, [B, q, H] or [T, H]."""
-        buffers = self._buffers
-        if self._conventions.lse_axes in ("BHQ", "HT"):
-            lse = lse.transpose(-1, -2)
-        if lse.ndim == 2 and not self._problem.ragged:
-            lse = lse.unflatten(0, (buffers.batch, buffers.q_len))
-        return lse[..., : self._num_heads] if self._is_padded else lse
+    # One view at most of each: on a slow host it costs as much as half a launch.
+
+    def _rows(self, raw: Tensor, is_flat: bool) -> Tensor:
+        """The kernel's out [B, q, H', L] or [T, H', L] with our heads; [B, H, L] for a query without the axis of q."""
+        if is_flat and raw.ndim == 4:
+            batch, _, head, value = raw.stride()
+            return raw.as_strided((raw.shape[0], self._num_heads, raw.shape[3]), (batch, head, value))
+        return raw.narrow(-2, 0, self._num_heads) if self._is_padded else raw
+
+    def _ordered(self, lse: Tensor, is_flat: bool) -> Tensor:
+        """The kernel's lse with our axes and heads, [B, q, H], [B, H] or [T, H]."""
+        heads_first = self._conventions.lse_axes in ("BHQ", "HT")
+        strides = lse.stride()
+        if lse.ndim == 2:
+            row, head = (1, 0) if heads_first else (0, 1)
+            if is_flat:
+                return lse.as_strided((lse.shape[row], self._num_heads), (strides[row], strides[head]))
+            batch, q_len = self._buffers.batch, self._buffers.q_len
+            by_request = (q_len * strides[row], strides[row], strides[head])
+            return lse.as_strided((batch, q_len, self._num_heads), by_request)
+        row, head = (2, 1) if heads_first else (1, 2)
+        if is_flat:
+            return lse.as_strided((lse.shape[0], self._num_heads), (strides[0], strides[head]))
+        size = (lse.shape[0], lse.shape[row], self._num_heads)
+        return lse.as_strided(size, (strides[0], strides[row], strides[head]))
 
     def check_lse(self, query: Query, lse: Tensor) -> None:
         """Refuse an `lse` that nothing can be written into.
@@ -147,12 +159,6 @@ class Outlet:
             raise InvalidInput("lse is given, but this plan was made without it; plan with return_lse=True")
         shape = (*query.latent.shape[:-2], self._num_heads)
         _check_result("lse", lse, shape, torch.float32, self._device)
-
-    def _shaped(self, lse: Tensor | None) -> Tensor | None:
-        """The caller's lse with the kernel's rank."""
-        if lse is None or self._problem.ragged or lse.ndim == 3:
-            return lse
-        return lse.unsqueeze(1)
 
 
 def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -115,6 +115,8 @@ class DecodePlan:
         self.seq_lens = None if self._is_sparse else buffers.seq_lens
         self._heads = self._conventions.padded(problem.num_heads)
         self._views: dict[int, DecodePlan] = {}
+        self._planned = -1
+        """Which of the steps in the buffers the kernel is planned for."""
         # The facts of the last cache, one object for equal ones; nothing is it before the first.
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
@@ -260,11 +262,11 @@ class DecodePlan:
             )
 
     def _replan(self) -> None:
-        if self._kernel is None:
-            return
-        lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
-        with torch.cuda.device(self._recipe.where) if self._is_cuda else nullcontext():
-            self._kernel.update(lengths)
+        if self._kernel is not None:
+            lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
+            with torch.cuda.device(self._recipe.where) if self._is_cuda else nullcontext():
+                self._kernel.update(lengths)
+        self._planned = self._buffers.holds[0]
         for view in self._views.values():
             view._buffers.follow(self._buffers)
             view._replan()
@@ -272,7 +274,8 @@ class DecodePlan:
     def at(self, batch: int) -> DecodePlan:
         """A view for a smaller batch over the same buffers, for another captured graph size.
 
-        The same view each time. `update` on this plan plans all its views; `update` on a view plans the view alone.
+        The same view each time. `update` on this plan plans all its views; `update` on a view plans the view alone, which is
+        all that its graph needs, and the others refuse to run until they are updated too.
 
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
@@ -332,6 +335,11 @@ class DecodePlan:
                 if self._is_sparse
                 else "this plan is dense, it takes no indices; plan with topk"
             )
+        if self._planned != self._buffers.holds[0]:
+            raise InvalidInput(
+                f"the last update was of a view of another batch than {self._buffers.batch}, which shares its buffers; update "
+                f"this one, or the plan that both are views of"
+            )
         kernel_query = self._intake.bring(query)
         kernel = self._kernel
         if lse is not None:
@@ -339,7 +347,7 @@ class DecodePlan:
         target = self._outlet.target(query, out)
         if indices is not None:
             indices = self._sanitized(indices, query, cache)
-        if kernel is None or kernel_query.latent.shape[0] == 0:
+        if kernel is None or (self.problem.ragged and kernel_query.latent.shape[0] == 0):
             return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
             with torch.cuda.device(self._recipe.where):
@@ -414,6 +422,13 @@ class DecodePlan:
         ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)
         return by_request
 
+    @property
+    def _waits(self) -> str:
+        if self.update_mode == "device":
+            return "never"
+        # Query offsets have no argument of the host.
+        return "update" if self.problem.ragged else "update, unless seq_lens_cpu is given"
+
     def describe(self) -> dict[str, Any]:
         """Adapter, provider and version, padding, workspace, update mode, what the library allocates, what decided the choice."""
         recipe = self._recipe
@@ -428,7 +443,7 @@ class DecodePlan:
             "max_seq_len": recipe.max_seq_len,
             "workspace_bytes": 0 if recipe.workspace is None else recipe.workspace.numel(),
             "update_mode": self.update_mode,
-            "waits_for_device": "update, unless seq_lens_cpu is given" if self.update_mode == "host" else "never",
+            "waits_for_device": self._waits,
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
             "lse_precision": self._conventions.lse_precision,

@@ -134,6 +134,11 @@ def test_an_update_of_a_view_plans_the_view(world: Any) -> None:
     view.update(**step)
     fresh = world.plan(cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size)
     assert world.same(view.run(query, cache), fresh.run(query, cache))
+    with pytest.raises(InvalidInput, match="the last update was of a view of another batch than 6"):
+        plan.run(world.query(6), cache)  # its rows are the view's, its schedule is not
+    plan.update(**step)
+    assert world.same(plan.at(3).run(query, cache), fresh.run(query, cache))
+    plan.run(world.query(6), cache)
 
 
 def test_many_layers_of_one_step_share_the_plan(world: Any) -> None:
@@ -522,6 +527,14 @@ def test_what_the_host_does_is_refused_while_a_graph_is_captured(
         plan.update(seq_lens_cpu=lens)
     plan.update(seq_lens=lens)
     assert adapter.planned == [[9, 1, 0]]
+
+
+def test_a_plan_says_when_an_update_waits_for_the_device() -> None:
+    _, make, _ = watching()
+    assert make([3, 64]).describe()["waits_for_device"] == "update, unless seq_lens_cpu is given"
+    ragged = make([9, 64], cu_q_lens=torch.tensor([0, 2, 4], dtype=torch.int32))
+    assert ragged.describe()["waits_for_device"] == "update"
+    assert watching("op")[1]([3, 64]).describe()["waits_for_device"] == "never"
 
 
 def test_lengths_given_on_the_host_are_those_that_a_kernel_plans_with() -> None:
