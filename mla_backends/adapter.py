@@ -192,7 +192,8 @@ class Adapter(ABC):
         return 0
 
     def refusals(self, problem: Problem, device: Device, *, forced: bool = False) -> tuple[Refusal, ...]:
-        """Every limit that the problem or the device breaks. Pure: no kernel library is touched.
+        """Every limit that the problem or the device breaks, and strides that are not honoured. Pure: no kernel library is
+        touched.
 
         Args:
             forced: the caller named this adapter, which waives preferences.
@@ -204,4 +205,9 @@ class Adapter(ABC):
             refusal = rule.refusal(problem, device)
             if refusal is not None:
                 broken.append(refusal)
+        is_strided = problem.page_stride is not None or not problem.packed_rows
+        if is_strided and not self.conventions_of(problem).strides:
+            found = "the cache has other memory between its pages or rows"
+            cure = "a cache of its own for each layer has none"
+            broken.append(Refusal("", found, "packed pages", f"conventions of {self.name}", cure))
         return tuple(broken)

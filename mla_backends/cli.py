@@ -1,6 +1,6 @@
 """`mla-backends`: what is here, what would run and why, whether it is right, and the table of what is supported.
 
-The only module that prints; it needs the [cli] extra. Exit status 1 is a mismatch, 2 a bad input or no adapter.
+The only module that prints; it needs the [cli] extra. Exit status 2 is a bad input, and of `compare` also no adapter, 1 a mismatch.
 """
 
 from __future__ import annotations

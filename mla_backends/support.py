@@ -265,7 +265,7 @@ class Conventions:
         empty_rows: what a row without keys gets. exact: out 0, lse -inf. lse_inf: out 0, lse +inf.
             unwritten: nothing is stored. undefined: lengths and page ids must be clamped first, and the row overwritten.
         unused_rows: ignored, or read: a NaN in a never-written row of a live page reaches the output.
-        strides: cache page and row strides are honoured.
+        strides: cache page and row strides are honoured; a cache that is not packed is refused where they are not.
         writes_out: the kernel can write into a given `out`.
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.

@@ -16,7 +16,7 @@ BEGIN, END = "<!-- support table -->", "<!-- end of the support table -->"
 
 
 def markdown(adapters: Iterable[Adapter]) -> str:
-    """A Markdown table of the adapters, and below it, a line an adapter, the limits that have no column."""
+    """A Markdown table of the adapters, and below it, a line an adapter, what has no column."""
     rows = [list(COLUMNS), ["---"] * len(COLUMNS)]
     notes = []
     for adapter in adapters:
@@ -135,9 +135,11 @@ IN_COLUMNS = frozenset(
 
 
 def _rest(adapter: Adapter) -> Iterable[str]:
-    """What the columns leave out: limits on other fields, and rules that hold only in combination."""
+    """What the columns leave out: limits on other fields, rules that hold only in combination, and what a cache must hold."""
     for rule in adapter.support:
         if isinstance(rule, Joint):
             yield rule.name
         elif rule.subject not in IN_COLUMNS:
             yield f"{rule.subject} {rule.takes}"
+    if adapter.conventions.unused_rows == "read":
+        yield "finite values in the rows of a live page that were never written, as `allocate` makes them"

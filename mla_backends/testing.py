@@ -127,6 +127,8 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     base = Condition(
         cache_format=formats[0], page_size=64 if 64 in pages else pages[0], topk=192 if is_sparse else None
     )
+    if not adapter.conventions.strides:
+        base = replace(base, layers=1, layer=0)
     yield from (replace(base, num_heads=h, q_len=q) for h in HEADS for q in Q_LENS)
     yield from (
         replace(base, cache_format=f, num_heads=h, q_len=q) for f in formats[1:] for h in (16, 128) for q in (1, 4)

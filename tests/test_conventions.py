@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends import PagedCache, Query, get_backend
+from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, get_backend
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, OneOf, Range
+from mla_backends.testing import conditions
 from mla_backends.trials import Condition, Trial
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
@@ -158,6 +159,20 @@ def is_taken(adapter: Contrary, c: Condition) -> bool:
 
 
 TAKEN = [(a, c) for a in KEPT for c in CONDITIONS if is_taken(a, c)]
+
+
+def test_a_cache_with_gaps_is_refused_where_strides_are_not_honoured() -> None:
+    adapter = Contrary("packed pages alone", Conventions(query="packed", strides=False))
+    backend = get_backend("cpu", adapters=[adapter])
+    packed, slot = Trial(replace(BASE, layers=1, layer=0), "cpu"), Trial(BASE, "cpu")
+    assert packed.run(backend).faults(packed.condition) == ()
+    says = "other memory between its pages or rows, it takes packed pages"
+    with pytest.raises(NoAdapterRuns, match=says):
+        slot.plan(backend)
+    with pytest.raises(InvalidInput, match=says):
+        packed.plan(backend, slot.contiguous).run(slot.query(slot.plan(get_backend("cpu"))), slot.cache)
+    # most of what the conformance suite runs is within its reach, the rest is refused there
+    assert [c.layers for c in conditions(adapter)].count(1) > 40
 
 
 @pytest.mark.parametrize(("adapter", "condition"), TAKEN, ids=[f"{a.name}-{c}" for a, c in TAKEN])

@@ -80,18 +80,6 @@ def test_lengths_alone_or_tables_alone_may_be_updated(world: Any) -> None:
     assert world.same(plan.run(query, cache), want.run(query, cache))
 
 
-@pytest.mark.parametrize("kept", [slice(None, None, 2), slice(1, None), slice(0, 2)])
-def test_an_engine_may_drop_requests_by_a_view_of_the_plans_own_buffers(world: Any, kept: slice) -> None:
-    cache, columns = world.cache(), -(-130 // world.page_size)
-    step = step_of(world, (130, 1, 64, 65), columns, 3)
-    plan = world.plan(cache, **step)
-    lens_cpu = step["seq_lens_cpu"][kept]
-    plan.update(plan.block_table[kept], plan.seq_lens[kept], seq_lens_cpu=lens_cpu)
-    assert plan.seq_lens.tolist() == [*lens_cpu.tolist(), 0, 0, 0, 0][:4]
-    live = step["block_table"][kept]
-    assert torch.equal(plan.block_table[: len(live), :columns], live)
-
-
 def test_a_plan_keeps_its_addresses(world: Any) -> None:
     cache, columns = world.cache(), 3
     plan = world.plan(cache, world.table(4, columns), world.ints(1, 2, 3, 4))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -247,6 +247,26 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(world: Any) -> None:
 )
 def test_any_lengths_tables_and_strides_match_the_reference(condition: Condition, seed: int) -> None:
     assert Trial(condition, "cpu", seed=seed).run(get_backend("cpu")).faults(condition) == ()
+
+
+@pytest.mark.parametrize("cache_format", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("num_heads", "q_len"), [(1, 1), (3, 2), (7, 3), (13, 4), (33, 5), (65, 6), (127, 7), (128, 8)]
+)
+def test_odd_head_counts_and_every_q_len_match_the_reference(
+    num_heads: int, q_len: int, cache_format: Literal["bf16", "fp32"]
+) -> None:
+    condition = Condition(num_heads=num_heads, q_len=q_len, cache_format=cache_format)
+    assert Trial(condition, "cpu").run(get_backend("cpu")).faults(condition) == ()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("cache_format", ["bf16", "fp32"])
+def test_ragged_rows_from_none_to_eight_match_the_reference(
+    cache_format: Literal["bf16", "fp32"], causal: bool
+) -> None:
+    condition = Condition(num_heads=5, q_lens=(8, 1, 0, 5, 7, 2, 6), cache_format=cache_format, causal=causal)
+    assert Trial(condition, "cpu").run(get_backend("cpu")).faults(condition) == ()
 
 
 def test_an_update_that_does_not_fit_leaves_the_last_step_standing(world: Any) -> None:
