@@ -106,7 +106,8 @@ def dense_last(**tensors: Tensor) -> None:
 def one_device(device: int, **tensors: Tensor | None) -> None:
     """Raises InvalidInput for a tensor on another device than the one that the op writes on (-1: the CPU)."""
     for name, x in tensors.items():
-        if x is not None and x.get_device() != device:
+        # A meta tensor has no memory, and the CPU's number.
+        if x is not None and (x.get_device() != device or x.is_meta):
             where = "the CPU" if device < 0 else f"cuda:{device}"
             raise refuse(f"the device of {name}", x.device, f"{where}, where the op writes")
 

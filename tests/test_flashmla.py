@@ -232,11 +232,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
     }
     libraries = []
     for namespace, ops in builds.items():
-        library = torch.library.Library(namespace, "DEF")
+        # Under names of their own, as the packages' may be taken: where they are installed, other tests have loaded them.
+        library = torch.library.Library(f"stand_in_{namespace}", "DEF")
         for schema, function in ops:
             library.define(schema)
             library.impl(schema.partition("(")[0], function, "CPU")
         libraries.append(library)
+        monkeypatch.setattr(torch.ops, namespace, getattr(torch.ops, f"stand_in_{namespace}"))
     yield made
     for library in libraries:
         library._destroy()
