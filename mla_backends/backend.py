@@ -5,7 +5,6 @@ Everything that a caller can get wrong is refused here, before a kernel library 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,13 +15,24 @@ from torch import Tensor
 
 from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.adapter import Adapter
+from mla_backends.arguments import (
+    check_cache,
+    check_kind,
+    check_numbers,
+    check_problem,
+    check_scale,
+    check_sink,
+    check_workspace,
+    longest,
+    workspace_of,
+)
 from mla_backends.cache import PagedCache
 from mla_backends.canary import PROOFS, SWITCH
 from mla_backends.catalogue import Entry, as_entries, installed, serving
 from mla_backends.device import Device
 from mla_backends.dispatch import forced, judge
 from mla_backends.errors import InvalidInput, NoAdapterRuns, whole_number
-from mla_backends.formats import format_named, is_float32_scale
+from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan, Recipe, cache_facts
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
@@ -121,7 +131,7 @@ class Backend:
         Raises:
             InvalidInput: for anything but a Problem.
         """
-        _check_problem(problem)
+        check_problem(problem)
         ask = serving if self._where is not None else None
         return judge(problem, self.device, self._entries, ask=ask, only=self._only)
 
@@ -131,7 +141,7 @@ class Backend:
         Raises:
             InvalidInput: for anything but a Problem.
         """
-        _check_problem(problem)
+        check_problem(problem)
         return tuple(size for size in PAGE_SIZES if self.explain(replace(problem, page_size=size)).chosen)
 
     def workspace_bytes(self, problem: Problem, *, max_batch: int, max_seq_len: int) -> int:
@@ -141,7 +151,7 @@ class Backend:
             InvalidInput: for anything but a Problem, or counts below 0.
             NoAdapterRuns: where nothing runs the problem.
         """
-        _check_problem(problem)
+        check_problem(problem)
         sized = replace(problem, batch=max_batch, max_seq_len=max_seq_len)
         adapter = self._adapter(self._chosen(self.explain(sized)).name)
         return adapter.workspace_bytes(sized, self.device, max_batch=max_batch, max_seq_len=max_seq_len)
@@ -218,25 +228,14 @@ class Backend:
             NoAdapterRuns: where every adapter refuses.
         """
         where = self._here()
-        self._check_cache(cache, where)
-        _check_numbers(num_heads=num_heads, softmax_scale=softmax_scale, q_len=q_len)
-        is_sparse = topk is not None
-        if is_sparse:
-            if block_table is not None or seq_lens is not None or seq_lens_cpu is not None:
-                raise InvalidInput("topk is given, so the plan is sparse: block_table and seq_lens must be None")
-            if max_batch is None:
-                raise InvalidInput("topk is given, so max_batch is required: it is B")
-            if cu_q_lens is not None:
-                raise InvalidInput(
-                    "topk and cu_q_lens are given, a sparse plan takes uniform queries; one token a request is q_len=1"
-                )
-        elif block_table is None or (seq_lens is None and seq_lens_cpu is None):
-            raise InvalidInput("block_table and seq_lens are required unless topk is given")
+        check_cache(cache, where)
+        check_numbers(num_heads=num_heads, softmax_scale=softmax_scale, q_len=q_len)
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
+        check_kind(step, topk, max_batch)
         step.check(where)
         batch = whole_number("max_batch", max_batch, least=0) if max_batch is not None else step.live or 0
         if cu_q_lens is not None:
-            q_len = _longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
+            q_len = longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
         elif max_q_len is not None and max_q_len != q_len:
             raise InvalidInput(f"max_q_len is {max_q_len} without cu_q_lens; uniform queries take q_len")
         widest = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
@@ -244,8 +243,8 @@ class Backend:
         dtype = q_dtype if q_dtype is not None else getattr(torch, format_named(cache.format).query_dtype)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"q_dtype is {dtype!r}, it takes a torch.dtype such as torch.bfloat16")
-        _check_scale(q_scale, where)
-        _check_workspace(workspace, where)
+        check_scale(q_scale, where)
+        check_workspace(workspace, where)
         Room(batch, capacity, cache.page_size, q_len, cu_q_lens is not None, where).check(step)
         problem = Problem(
             num_heads,
@@ -258,12 +257,12 @@ class Backend:
             needs_lse=return_lse,
             attn_sink=attn_sink is not None,
             batch_invariant=batch_invariant,
-            max_seq_len=None if is_sparse else capacity,
+            max_seq_len=None if topk is not None else capacity,
             measured_q_scale=q_scale is None,
             **cache_facts(cache),
         )
         if attn_sink is not None:
-            _check_sink(attn_sink, num_heads, where)
+            check_sink(attn_sink, num_heads, where)
         adapter, why = self._choose(problem, where)
         needed = adapter.workspace_bytes(problem, self.device, max_batch=batch, max_seq_len=capacity)
         recipe = Recipe(
@@ -277,7 +276,7 @@ class Backend:
             q_dtype=dtype,
             max_seq_len=capacity,
             attn_sink=None if attn_sink is None else attn_sink.detach().contiguous(),
-            workspace=_workspace(workspace, needed, where),
+            workspace=workspace_of(workspace, needed, where),
             q_scale=q_scale,
             why=why,
         )
@@ -399,79 +398,3 @@ class Backend:
                 }
             refused = [replace(v, reasons=(proof,)) if v.name == name else v for v in verdicts]
             verdicts = replace(verdicts, entries=tuple(sorted(refused, key=lambda v: not v.runs)))
-
-    def _check_cache(self, cache: PagedCache, where: torch.device) -> None:
-        if not isinstance(cache, PagedCache):
-            raise InvalidInput(
-                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
-            )
-        if cache.device != where:
-            raise InvalidInput(
-                f"the cache is on {cache.device}, this backend is of {where}; get_backend(device={str(cache.device)!r})"
-            )
-
-
-def _check_problem(problem: Problem) -> None:
-    if not isinstance(problem, Problem):
-        raise InvalidInput(f"problem is a {type(problem).__name__}, it takes a Problem")
-
-
-def _check_numbers(*, num_heads: int, softmax_scale: float, q_len: int) -> None:
-    whole_number("num_heads", num_heads)
-    whole_number("q_len", q_len, least=0)
-    if (
-        isinstance(softmax_scale, bool)
-        or not isinstance(softmax_scale, int | float)
-        or not math.isfinite(softmax_scale)
-        or softmax_scale <= 0
-    ):
-        raise InvalidInput(
-            f"softmax_scale is {softmax_scale!r}, it takes a positive finite number; softmax_scale(config) knows a model's"
-        )
-
-
-def _check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
-    if q_scale is None:
-        return
-    if isinstance(q_scale, Tensor):
-        if q_scale.dtype != torch.float32 or q_scale.numel() != 1 or q_scale.device != where:
-            raise InvalidInput(
-                f"q_scale is {list(q_scale.shape)} {q_scale.dtype} on {q_scale.device}, it takes one float32 on {where}"
-            )
-        if where.type == "cpu" and not is_float32_scale(float(q_scale)):
-            raise InvalidInput(f"q_scale holds {float(q_scale)}, it takes a positive finite number")
-        return
-    if isinstance(q_scale, bool) or not isinstance(q_scale, int | float) or not is_float32_scale(q_scale):
-        raise InvalidInput(f"q_scale is {q_scale!r}, it takes a number that is positive and finite in float32")
-
-
-def _check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
-    check_tensor("attn_sink", sink, f"[{num_heads}] float32")
-    if sink.shape != (num_heads,) or sink.dtype != torch.float32 or sink.device != where:
-        raise InvalidInput(
-            f"attn_sink is {list(sink.shape)} {sink.dtype} on {sink.device}, it takes [{num_heads}] float32 on {where}"
-        )
-
-
-def _longest(cu_q_lens: Tensor) -> int:
-    q_lens = cu_q_lens.diff()
-    return max(int(q_lens.max()), 0) if q_lens.numel() else 0
-
-
-def _check_workspace(given: Tensor | None, where: torch.device) -> None:
-    if given is None:
-        return
-    check_tensor("workspace", given, "one dimension of contiguous uint8")
-    if given.dtype != torch.uint8 or given.ndim != 1 or given.device != where or not given.is_contiguous():
-        raise InvalidInput(
-            f"workspace is {list(given.shape)} {given.dtype} on {given.device}, it takes one dimension of contiguous uint8 on {where}"
-        )
-
-
-def _workspace(given: Tensor | None, needed: int, where: torch.device) -> Tensor | None:
-    """The caller's workspace, or one of our own."""
-    if given is None:
-        return torch.zeros(needed, dtype=torch.uint8, device=where) if needed else None
-    if given.numel() < needed:
-        raise InvalidInput(f"workspace has {given.numel()} bytes, it takes {needed}; workspace_bytes says how many")
-    return given

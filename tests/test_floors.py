@@ -22,7 +22,7 @@ FLOORS = (
     "query pages steps",
     "cache indexer absorb reference",
     "adapter",
-    "catalogue buffers",
+    "arguments catalogue buffers",
     "intake outlet",
     "dispatch plan",
     "canary",
