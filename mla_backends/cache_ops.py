@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mla_backends import torch_ops
 from mla_backends.formats import INDEXER_WIDTH, Format, format_named
-from mla_backends.op_table import Op, dense_last, one_device, one_float, refuse
+from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse
 from mla_backends.query_ops import rope_tail
 
 __all__ = ["write_cache", "write_cache_and_rope", "write_indexer_cache"]
@@ -56,7 +56,11 @@ def _split(kv_scale: float | Tensor | None) -> tuple[Tensor | None, float]:
     """kv_scale as (tensor, number); the number counts where there is no tensor."""
     if kv_scale is None:
         return None, 1.0
-    return (kv_scale, 1.0) if isinstance(kv_scale, Tensor) else (None, kv_scale)
+    if isinstance(kv_scale, Tensor):
+        return kv_scale, 1.0
+    if isinstance(kv_scale, bool) or not isinstance(kv_scale, int | float):
+        raise refuse("kv_scale", repr(kv_scale), "a number, a tensor of one float32, or None")
+    return None, kv_scale
 
 
 def _check_write(
@@ -64,6 +68,7 @@ def _check_write(
 ) -> None:
     """Raises InvalidInput for whatever does not fit."""
     layout, device = format_named(format), data.get_device()
+    are_tensors(data=data, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
     if data.dim() != 3:
         raise refuse("data", list(data.shape), "[pages, page_size, row]; squeeze the head dimension")
     _checked_slots(slot_mapping, device, kv_c=kv_c, k_pe=k_pe)
@@ -181,6 +186,7 @@ def write_indexer_cache(data: Tensor, k: Tensor, slot_mapping: Tensor) -> None:
     """
     if _write_indexer.took(data, k, slot_mapping):
         return
+    are_tensors(data=data, k=k, slot_mapping=slot_mapping)
     if data.dim() != 3 or data.shape[2] != _INDEXER_ROW or data.dtype != torch.uint8:
         raise refuse("data", f"{list(data.shape)} {data.dtype}", f"[pages, page_size, {_INDEXER_ROW}] uint8")
     if data.stride(2) != 1 or (data.shape[1] > 1 and data.stride(1) != _INDEXER_ROW):

@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_backends.compiled import function
 from mla_backends.errors import InvalidInput
 
-__all__ = ["Op", "dense_last", "one_device", "one_float", "refuse", "register", "requests"]
+__all__ = ["Op", "are_tensors", "dense_last", "one_device", "one_float", "refuse", "register", "requests"]
 
 _LIBRARY = torch.library.Library("mla_backends", "DEF")
 _is_compiling = torch.compiler.is_compiling
@@ -94,6 +94,13 @@ class Op:
 
 def refuse(name: str, found: object, taken: str) -> InvalidInput:
     return InvalidInput(f"{name} is {found}, it takes {taken}")
+
+
+def are_tensors(**given: object) -> None:
+    """Raises InvalidInput for what is no tensor."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise refuse(name, f"a {type(x).__name__}", "a tensor")
 
 
 def dense_last(**tensors: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import Op, dense_last, one_device, one_float, refuse, register, requests
+from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse, register, requests
 
 __all__ = ["absorb_query", "batched_matmul", "concat_nope_rope", "quantize_query", "query_scale", "rope_tail"]
 
@@ -44,6 +44,7 @@ def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
     Raises:
         InvalidInput: if batch or inner dimensions, dtypes, devices or last strides disagree.
     """
+    are_tensors(out=out, a=a, b=b)
     if out.dim() != 3 or a.dim() != 3 or b.dim() != 3:
         raise refuse("out, a, b", [list(x.shape) for x in (out, a, b)], "[G, M, N], [G, M, K], [G, K, N]")
     (g, m, n), (ga, ma, k), (gb, kb, nb) = out.shape, a.shape, b.shape
@@ -86,6 +87,7 @@ def absorb_query(
     """
     if _absorb_query.took(latent, rope, q_nope, q_pe, w_uk, scale):
         return
+    are_tensors(latent=latent, rope=rope, q_nope=q_nope, q_pe=q_pe, w_uk=w_uk)
     if latent.dim() != 3 or rope.dim() != 3 or q_nope.dim() != 3 or q_pe.dim() != 3 or w_uk.dim() != 3:
         found = [list(x.shape) for x in (latent, rope, q_nope, q_pe, w_uk)]
         raise refuse("latent, rope, q_nope, q_pe, w_uk", found, "[T, H, L], [T, H, R], [T, H, N], [T, H, R], [H, N, L]")
@@ -134,6 +136,7 @@ def concat_nope_rope(out: Tensor, nope: Tensor, rope: Tensor) -> None:
     """
     if _concat.took(out, nope, rope):
         return
+    are_tensors(out=out, nope=nope, rope=rope)
     if out.dim() != 3 or nope.dim() != 3 or rope.dim() != 3:
         raise refuse(
             "out, nope, rope", [list(x.shape) for x in (out, nope, rope)], "[T, H, X + R], [T, H, X], [T, H or 1, R]"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import Op, dense_last, one_device, refuse, requests
+from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse, requests
 from mla_backends.result import Decoded
 
 __all__ = ["compact_slots", "finish_rows", "merge_partials", "sanitize_slots", "select_slots"]
@@ -120,6 +120,7 @@ def select_slots(
     """
     if _select_slots.took(out, positions, block_table, page_size, seq_lens):
         return
+    are_tensors(out=out, positions=positions, block_table=block_table)
     if positions.dim() not in (2, 3) or out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
         raise refuse(
             "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
@@ -219,6 +220,7 @@ def merge_partials(outs: Tensor, lses: Tensor) -> Decoded:
     Raises:
         InvalidInput: if shapes, dtypes or devices disagree, or there is no part.
     """
+    are_tensors(outs=outs, lses=lses)
     if outs.dim() < 2 or outs.shape[:-1] != lses.shape or outs.shape[0] < 1:
         raise refuse(
             "outs and lses", [list(x.shape) for x in (outs, lses)], "[P, .., H, L] and [P, .., H], P at least 1"

@@ -21,6 +21,7 @@ from mla_backends import (
     UnifiedCache,
     Verdicts,
     get_backend,
+    ops,
 )
 
 BACKEND = get_backend("cpu")
@@ -470,3 +471,26 @@ def test_a_huge_query_length_is_a_plan_like_any_other() -> None:
 
 def test_a_single_problem_is_warmed_up_as_a_list_of_one() -> None:
     assert str(BACKEND.warmup(Problem(16))).startswith("num_heads=16: eager, error ")
+
+
+@pytest.mark.parametrize("given", [None, [[0.0]], 3])
+def test_an_op_is_refused_what_is_no_tensor(given: object) -> None:
+    rows, slots = torch.zeros(2, 3, 576), torch.zeros(2, dtype=torch.int64)
+    calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
+        (ops.batched_matmul, (torch.zeros(1, 2, 3), given, torch.zeros(1, 2, 3))),
+        (ops.concat_nope_rope, (rows, given, rows[..., :64])),
+        (ops.write_cache, (rows, given, rows[0, :2, :64], slots, "fp32")),
+        (ops.write_indexer_cache, (torch.zeros(2, 4, 132, dtype=torch.uint8), given, slots)),
+        (ops.select_slots, (torch.zeros(1, 2, dtype=torch.int32), given, torch.zeros(1, 1, dtype=torch.int32), 64)),
+        (ops.merge_partials, (given, torch.zeros(1, 2, 3))),
+    ]
+    for op, arguments in calls:
+        with pytest.raises(InvalidInput, match=rf"is a {type(given).__name__}, it takes a tensor"):
+            op(*arguments)
+
+
+@pytest.mark.parametrize("scale", [True, "x", 0.0, float("nan"), float("inf"), -1.0])
+def test_a_write_is_refused_a_scale_that_is_no_positive_number(scale: object) -> None:
+    rows, slots = torch.zeros(2, 3, 576, dtype=torch.float8_e4m3fn), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(InvalidInput, match="kv_scale is"):
+        ops.write_cache(rows, torch.zeros(2, 512), torch.zeros(2, 64), slots, "fp8", scale)  # type: ignore[arg-type]

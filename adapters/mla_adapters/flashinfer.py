@@ -221,7 +221,7 @@ class PlannedAdapter(Adapter):
         empty_rows="exact",
         writes_out=True,
         metadata="host",
-        allocates=("8 MiB for each plan's schedule",),
+        allocates=("8 MiB for each plan's schedule", "out and lse, by this adapter"),
     )
 
     def conventions_of(self, problem: Problem) -> Conventions:
