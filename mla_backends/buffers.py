@@ -2,7 +2,7 @@
 
 What a caller hands in is checked whole before anything is written, so that a refused step leaves
 the last one standing. Nothing here waits for the device, except `host_lengths` where the caller
-gave no lengths on the host.
+gave no lengths on the host, and an upload of lengths for the one four uploads before it.
 """
 
 from __future__ import annotations

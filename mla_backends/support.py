@@ -25,6 +25,7 @@ __all__ = [
     "Support",
     "Verdict",
     "Verdicts",
+    "one_dtype",
 ]
 
 ALIGNMENT = 16
@@ -172,6 +173,18 @@ class Joint:
 
 
 Support = tuple[Limit | Joint, ...]
+
+
+def one_dtype(source: str) -> Joint:
+    """The rule of kernels that multiply query and cache as they are: a bf16 cache takes no float16 query, nor the reverse."""
+    return Joint(
+        "query and cache of one dtype",
+        reads=("q_dtype", "cache_format"),
+        predicate=lambda p, _: (p.cache_format, p.q_dtype) not in {("bf16", "float16"), ("fp16", "bfloat16")},
+        inside=({"cache_format": "fp16", "q_dtype": "float16"},),
+        outside=({"q_dtype": "float16"}, {"cache_format": "fp16"}),
+        source=source,
+    )
 
 
 @dataclass(frozen=True)

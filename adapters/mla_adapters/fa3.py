@@ -21,7 +21,7 @@ from mla_backends.cache import PagedCache
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 from mla_backends.query import Query
-from mla_backends.support import Conventions, Joint, Limit, OneOf, Range, Speed, Support
+from mla_backends.support import Conventions, Limit, OneOf, Range, Speed, Support, one_dtype
 
 TILE = 64
 """Query rows and keys of a tile. Source: hopper/tile_size.h, headdim at most 64 with headdim_v 512."""
@@ -130,14 +130,7 @@ LIMITS: Support = (
     Limit(Device, "capability", OneOf((9, 0)), ((8, 0), (8, 9), (10, 0), (12, 0)), f"{API}: q_v is for Hopper only"),
     Limit(Problem, "cache_format", OneOf("bf16", "fp16"), ("fp8", "fp8_ds_mla"), f"{API}: q_v is for fp16 and bf16"),
     Limit(Problem, "q_dtype", OneOf("bfloat16", "float16"), ("float32",), API),
-    Joint(
-        "query and cache of one dtype",
-        reads=("q_dtype", "cache_format"),
-        predicate=lambda p, _: (p.cache_format, p.q_dtype) not in {("bf16", "float16"), ("fp16", "bfloat16")},
-        inside=({"cache_format": "fp16", "q_dtype": "float16"},),
-        outside=({"q_dtype": "float16"}, {"cache_format": "fp16"}),
-        source=f"{API}: query and key must have the same dtype",
-    ),
+    one_dtype(f"{API}: query and key must have the same dtype"),
     Limit(Problem, "kv_lora_rank", OneOf(512), (256, 448), f"{API}: v of 256 to 512; a run at 512"),
     Limit(Problem, "qk_rope_head_dim", OneOf(64), (0, 128), f"{API}: q_v wants a head of at most 64"),
     Limit(Problem, "page_size", Range(1, tested=(64, 1, 16, 32, 128)), (), LOADS),

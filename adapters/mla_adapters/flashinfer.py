@@ -19,7 +19,7 @@ from mla_backends.cache import PagedCache
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 from mla_backends.query import Query
-from mla_backends.support import Conventions, Joint, Limit, OneOf, Range, Speed, Support
+from mla_backends.support import Conventions, Joint, Limit, OneOf, Range, Speed, Support, one_dtype
 
 PACKAGE = "flashinfer 0.7.4"
 FA = f"{PACKAGE} mla/_batch_mla/_backends/_fa_common.py"
@@ -171,14 +171,7 @@ PLANNED_LIMITS: Support = (
         Problem, "cache_format", OneOf("bf16", "fp16"), ("fp8", "fp8_ds_mla"), f"{FA}: an e4m3 cache wants a host scale"
     ),
     Limit(Problem, "q_dtype", OneOf("bfloat16", "float16"), ("float32",), FA),
-    Joint(
-        "query and cache of one dtype",
-        reads=("q_dtype", "cache_format"),
-        predicate=lambda p, _: (p.cache_format, p.q_dtype) not in {("bf16", "float16"), ("fp16", "bfloat16")},
-        inside=({"cache_format": "fp16", "q_dtype": "float16"},),
-        outside=({"q_dtype": "float16"}, {"cache_format": "fp16"}),
-        source=f"{FA}: non-FP8 KV dtype must match query dtype",
-    ),
+    one_dtype(f"{FA}: non-FP8 KV dtype must match query dtype"),
     Limit(Problem, "kv_lora_rank", OneOf(512), (256, 448), f"{FA}: a multiple of 128; a run at 512"),
     Limit(Problem, "qk_rope_head_dim", OneOf(64), (0, 32), f"{FA}: a multiple of 64; a run at 64"),
     Limit(Problem, "page_size", Range(1, tested=(64, 1, 16, 32, 128)), (), f"{PACKAGE} attention/mla.cuh"),

@@ -27,7 +27,7 @@ from mla_backends.adapter import Absent, Adapter, HostLengths, Kernel, Provider,
 from mla_backends.cache import PagedCache
 from mla_backends.device import Device
 from mla_backends.problem import Problem
-from mla_backends.support import Conventions, Joint, Limit, OneOf, Range, Speed
+from mla_backends.support import Conventions, Joint, Limit, OneOf, Range, Speed, one_dtype
 
 # --- where the kernels come from --------------------------------------------------------------------------------------
 
@@ -257,14 +257,8 @@ class FlashMLA(Adapter):
     support = (
         *DENSE_COMMON,
         Limit(Problem, "cache_format", OneOf("bf16", "fp16"), ("fp32", "fp8"), f"{DENSE_H}:33"),
-        Joint(
-            "a q_dtype that is the cache's dtype",
-            reads=("q_dtype", "cache_format"),
-            predicate=lambda p, _: {"bf16": "bfloat16", "fp16": "float16"}.get(p.cache_format, p.q_dtype) == p.q_dtype,
-            inside=({"cache_format": "fp16", "q_dtype": "float16"},),
-            outside=({"q_dtype": "float16"}, {"cache_format": "fp16"}, {"q_dtype": "float32"}),
-            source=f"{DENSE_H}:35",
-        ),
+        Limit(Problem, "q_dtype", OneOf("bfloat16", "float16"), ("float32",), f"{DENSE_H}:33"),
+        one_dtype(f"{DENSE_H}:35"),
         Limit(Problem, "q_len", Range(0, tested=(1, 2, 4)), (), f"{DENSE_H}:57"),
         SCHEDULED,
         _indexed(conventions, "FlashMLA csrc/sm90/decode/dense/splitkv_mla.cuh:1243, combine.cu:64"),
