@@ -14,6 +14,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_cache_and_rope, mla::write_cache_and_rope);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(write_indexer_cache, mla::write_indexer_cache);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(finish_rows, mla::finish_rows_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_slots, mla::select_slots_op);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(select_rows, mla::select_rows_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sanitize_slots, mla::sanitize_slots_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(compact_slots, mla::compact_slots_op);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(merge_partials, mla::merge_partials_op);

@@ -85,41 +85,104 @@ inline bool finish_rows_op(OptionalTensor lse, OptionalTensor out, OptionalTenso
 
 inline bool is_ids(const TensorView& x) { return is_int(x, 32) || is_int(x, 64); }
 
-inline bool select_slots_op(TensorView out, TensorView positions, TensorView block_table, int64_t page_size,
-                            OptionalTensor seq_lens) {
+constexpr int64_t kMostSlots = int64_t{1} << 31;  // a slot is an int32
+
+// Positions [B, (q,) topk] of requests whose pages are block_table [B, W].
+inline bool selection_fits(const TensorView& out, const TensorView& positions, const TensorView& block_table,
+                           int64_t page_size, const OptionalTensor& seq_lens, int64_t num_slots) {
   const int dims = positions.ndim();
-  const bool grouped = dims == 3;
-  const bool fits = (dims == 2 || grouped) && shaped(positions, dims) && shaped(out, dims) && shaped(block_table, 2) &&
-                    is_ids(positions) && is_ids(block_table) && is_int(out, 32) && is_lengths(seq_lens) &&
-                    page_size >= 1 && out.size(0) == positions.size(0) &&
-                    (!grouped || out.size(1) == positions.size(1)) && out.size(-1) >= positions.size(-1) &&
-                    out.size(-1) > 0 && block_table.size(0) == positions.size(0) &&
-                    (!seq_lens.has_value() || seq_lens.value().size(0) == positions.size(0)) &&
-                    on_one_device(out, {positions, block_table}, {seq_lens});
+  return (dims == 2 || dims == 3) && shaped(positions, dims) && shaped(block_table, 2) && is_ids(positions) &&
+         is_ids(block_table) && is_lengths(seq_lens) && page_size >= 1 && num_slots >= 1 && num_slots <= kMostSlots &&
+         block_table.size(0) == positions.size(0) &&
+         (!seq_lens.has_value() || seq_lens.value().size(0) == positions.size(0)) &&
+         on_one_device(out, {positions, block_table}, {seq_lens});
+}
+
+inline SelectedSlotsParams selection_of(const TensorView& positions, const TensorView& block_table, int64_t page_size,
+                                        const OptionalTensor& seq_lens, int64_t num_slots) {
+  const bool grouped = positions.ndim() == 3;
+  return {
+      .positions = positions.data_ptr(),
+      .table = block_table.data_ptr(),
+      .seq_lens = data_of<int>(seq_lens),
+      .num_slots = num_slots,
+      .q_len = grouped ? static_cast<int>(positions.size(1)) : 1,
+      .table_width = block_table.size(1),
+      .page_size = page_size,
+      .positions_request_stride = step(positions, 0),
+      .positions_position_stride = grouped ? step(positions, 1) : 0,
+      .table_stride = step(block_table, 0),
+      .position_bytes = item_bytes(positions),
+      .page_bytes = item_bytes(block_table),
+  };
+}
+
+inline GivenSlotsParams given_slots(const TensorView& slots, int64_t num_slots) {
+  return {.slots = data_of<int>(slots), .stride = step(slots, 0), .num_slots = num_slots};
+}
+
+// out [B, (q,) width] of rows of topk slots.
+inline SlotTableParams slot_table(const TensorView& out, int64_t topk) {
+  const bool grouped = out.ndim() == 3;
+  return {
+      .out = data_of<int>(out),
+      .rows = out.size(0) * (grouped ? out.size(1) : 1),
+      .q_len = grouped ? static_cast<int>(out.size(1)) : 1,
+      .width = static_cast<int>(out.size(-1)),
+      .topk = static_cast<int>(topk),
+      .request_stride = step(out, 0),
+      .position_stride = grouped ? step(out, 1) : 0,
+  };
+}
+
+inline RowTableParams row_table(const TensorView& out, const TensorView& counts, int64_t topk, int64_t page_size,
+                                int64_t rows_per_page) {
+  return {
+      .out = data_of<int>(out),
+      .counts = data_of<int>(counts),
+      .rows = out.size(0),
+      .width = static_cast<int>(out.size(1)),
+      .topk = static_cast<int>(topk),
+      .page_size = static_cast<int>(page_size),
+      .rows_per_page = static_cast<int>(rows_per_page),
+      .stride = step(out, 0),
+  };
+}
+
+// out [rows, width] and counts [rows], with every row id an int32.
+inline bool rows_fit(const TensorView& out, const TensorView& counts, int64_t rows, int64_t topk, int64_t num_slots,
+                     int64_t page_size, int64_t rows_per_page) {
+  constexpr int64_t kMost = kMostSlots - 1;
+  return shaped(out, 2) && is_int(out, 32) && out.size(0) == rows && out.size(1) >= topk && out.size(1) > 0 &&
+         is_lengths(counts) && counts.size(0) == rows && page_size >= 1 && rows_per_page >= 1 && page_size <= kMost &&
+         rows_per_page <= kMost && num_slots <= kMostSlots &&
+         std::max<int64_t>(num_slots - 1, 0) / page_size * rows_per_page + page_size - 1 <= kMost &&
+         on_one_device(out, {counts});
+}
+
+inline bool select_slots_op(TensorView out, TensorView positions, TensorView block_table, int64_t page_size,
+                            OptionalTensor seq_lens, int64_t num_slots) {
+  const int dims = positions.ndim();
+  const bool fits = selection_fits(out, positions, block_table, page_size, seq_lens, num_slots) && shaped(out, dims) &&
+                    is_int(out, 32) && out.size(0) == positions.size(0) &&
+                    (dims == 2 || out.size(1) == positions.size(1)) && out.size(-1) >= positions.size(-1) &&
+                    out.size(-1) > 0;
   if (!fits) return false;
-  const int64_t q_len = grouped ? positions.size(1) : 1;
   const Launch launch(out);
-  select_slots(
-      SelectSlotsParams{
-          .out = data_of<int>(out),
-          .positions = positions.data_ptr(),
-          .table = block_table.data_ptr(),
-          .seq_lens = data_of<int>(seq_lens),
-          .rows = positions.size(0) * q_len,
-          .q_len = static_cast<int>(q_len),
-          .width = static_cast<int>(out.size(-1)),
-          .topk = static_cast<int>(positions.size(-1)),
-          .table_width = block_table.size(1),
-          .page_size = page_size,
-          .out_request_stride = step(out, 0),
-          .out_position_stride = grouped ? step(out, 1) : 0,
-          .positions_request_stride = step(positions, 0),
-          .positions_position_stride = grouped ? step(positions, 1) : 0,
-          .table_stride = step(block_table, 0),
-          .position_bytes = item_bytes(positions),
-          .page_bytes = item_bytes(block_table),
-      },
-      launch.stream());
+  select_slots(selection_of(positions, block_table, page_size, seq_lens, num_slots),
+               slot_table(out, positions.size(-1)), launch.stream());
+  launch.check();
+  return true;
+}
+
+inline bool select_rows_op(TensorView out, TensorView counts, TensorView positions, TensorView block_table,
+                           int64_t page_size, OptionalTensor seq_lens, int64_t num_slots, int64_t rows_per_page) {
+  if (!selection_fits(out, positions, block_table, page_size, seq_lens, num_slots)) return false;
+  const int64_t rows = positions.size(0) * (positions.ndim() == 3 ? positions.size(1) : 1), topk = positions.size(-1);
+  if (!rows_fit(out, counts, rows, topk, num_slots, page_size, rows_per_page)) return false;
+  const Launch launch(out);
+  select_rows(selection_of(positions, block_table, page_size, seq_lens, num_slots),
+              row_table(out, counts, topk, page_size, rows_per_page), launch.stream());
   launch.check();
   return true;
 }
@@ -132,46 +195,19 @@ inline bool tables_fit(const TensorView& out, const TensorView& slots) {
 inline bool sanitize_slots_op(TensorView out, TensorView slots, int64_t num_slots) {
   if (!tables_fit(out, slots)) return false;
   const Launch launch(out);
-  sanitize_slots(
-      SanitizeSlotsParams{
-          .out = data_of<int>(out),
-          .slots = data_of<int>(slots),
-          .rows = out.size(0),
-          .width = static_cast<int>(out.size(1)),
-          .topk = static_cast<int>(slots.size(1)),
-          .num_slots = num_slots,
-          .out_stride = step(out, 0),
-          .slots_stride = step(slots, 0),
-      },
-      launch.stream());
+  sanitize_slots(given_slots(slots, num_slots), slot_table(out, slots.size(1)), launch.stream());
   launch.check();
   return true;
 }
 
 inline bool compact_slots_op(TensorView out, TensorView counts, TensorView slots, int64_t num_slots, int64_t page_size,
                              int64_t rows_per_page) {
-  constexpr int64_t kMost = 0x7fffffff;
-  const bool fits = tables_fit(out, slots) && is_lengths(counts) && counts.size(0) == slots.size(0) && page_size >= 1 &&
-                    rows_per_page >= 1 && page_size <= kMost && rows_per_page <= kMost && num_slots <= kMost + 1 &&
-                    std::max<int64_t>(num_slots - 1, 0) / page_size * rows_per_page + page_size - 1 <= kMost &&
-                    on_one_device(out, {counts});
+  const bool fits = tables_fit(out, slots) &&
+                    rows_fit(out, counts, slots.size(0), slots.size(1), num_slots, page_size, rows_per_page);
   if (!fits) return false;
   const Launch launch(out);
-  compact_slots(
-      CompactSlotsParams{
-          .out = data_of<int>(out),
-          .counts = data_of<int>(counts),
-          .slots = data_of<int>(slots),
-          .rows = out.size(0),
-          .width = static_cast<int>(out.size(1)),
-          .topk = static_cast<int>(slots.size(1)),
-          .num_slots = num_slots,
-          .page_size = static_cast<int>(page_size),
-          .rows_per_page = static_cast<int>(rows_per_page),
-          .out_stride = step(out, 0),
-          .slots_stride = step(slots, 0),
-      },
-      launch.stream());
+  compact_slots(given_slots(slots, num_slots), row_table(out, counts, slots.size(1), page_size, rows_per_page),
+                launch.stream());
   launch.check();
   return true;
 }

@@ -113,6 +113,8 @@ class Step:
         softmax_scale: factor on the logits.
         attn_sink: [heads] float32 or None.
         workspace: uint8, as long as `Adapter.workspace_bytes` said; None for 0.
+        slots: [B, q, topk'] int32, filled before each run as the conventions' `slots` says; None when dense.
+        slot_counts: [B * q] int32, how many row ids come first in each row of `slots`; None where those are slots.
     """
 
     problem: Problem
@@ -129,6 +131,8 @@ class Step:
     softmax_scale: float
     attn_sink: Tensor | None
     workspace: Tensor | None
+    slots: Tensor | None = None
+    slot_counts: Tensor | None = None
 
 
 class Kernel(ABC):
@@ -143,8 +147,7 @@ class Kernel(ABC):
         Args:
             query: [B, q, H, D], ragged [T, H, D]; the heads, dtype and packing that the conventions ask for.
             cache: the layer, whose facts are those that the plan was made with.
-            indices: [B, q, topk] int32 slots, each -1 or inside the cache; None when dense. Where the conventions leave
-                slots to the adapter, [B, (q,) topk] as the caller gave them.
+            indices: `Step.slots`; None when dense.
             out: [B, q, H, L] or [T, H, L] to write into; only where the conventions say `writes_out`.
 
         Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -199,6 +199,7 @@ class Backend:
         workspace: Tensor | None = None,
         batch_invariant: bool = False,
         q_scale: float | Tensor | None = None,
+        empty_rows: Literal["exact", "any"] = "exact",
     ) -> DecodePlan:
         """Choose the adapter and prepare one step.
 
@@ -222,6 +223,8 @@ class Backend:
             workspace: one uint8 tensor of `workspace_bytes`, which plans of one stream may share.
             batch_invariant: a row's bits must not depend on the rest of the batch.
             q_scale: kernels with an e4m3 query: value = stored * q_scale. None: measured at each query.
+            empty_rows: "exact": a row that sees no key is out 0, lse -inf. "any": such rows may hold anything, NaN too, for
+                engines that throw them away; that spares a launch a layer where a kernel leaves them wrong.
 
         Raises:
             InvalidInput: for what does not fit together, before any kernel library is touched.
@@ -243,6 +246,8 @@ class Backend:
         dtype = q_dtype if q_dtype is not None else getattr(torch, format_named(cache.format).query_dtype)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"q_dtype is {dtype!r}, it takes a torch.dtype such as torch.bfloat16")
+        if empty_rows not in ("exact", "any"):
+            raise InvalidInput(f"empty_rows is {empty_rows!r}, it takes 'exact' or 'any'")
         check_scale(q_scale, where)
         check_workspace(workspace, where)
         Room(batch, capacity, cache.page_size, q_len, cu_q_lens is not None, where).check(step)
@@ -278,6 +283,7 @@ class Backend:
             attn_sink=None if attn_sink is None else attn_sink.detach().contiguous(),
             workspace=workspace_of(workspace, needed, where),
             q_scale=q_scale,
+            empty_rows=empty_rows,
             why=why,
         )
         return DecodePlan.start(recipe, batch=batch, q_len=q_len, step=step)

@@ -59,6 +59,8 @@ class Buffers:
     _staging: list[tuple[Tensor, torch.cuda.Event]] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
     _known: Tensor | None = field(init=False, default=None)
+    sees_keys: bool = field(init=False, default=False)
+    """The host knows that every row sees a key; False where it cannot know."""
 
     def __post_init__(self) -> None:
         self.kernel_table = torch.zeros_like(self.block_table) if self.clamped else self.block_table
@@ -143,7 +145,7 @@ class Buffers:
         self.holds[0] = next(_steps)
         live = step.live
         # Copied, as an engine may have one such tensor and change it while a failed step is taken back.
-        self._known = None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone()
+        self._learn(None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone())
         table, lengths = self._apart(step.block_table), self._apart(step.seq_lens)
         if live is not None and live < self.batch:
             self.seq_lens[live:].zero_()
@@ -192,7 +194,22 @@ class Buffers:
 
     def follow(self, whole: Buffers) -> None:
         """A view of `whole`'s first rows has the step that `whole` was just given."""
-        self._known = None if whole._known is None else whole._known[: self.batch]
+        self._learn(None if whole._known is None else whole._known[: self.batch])
+
+    def rewritten(self) -> None:
+        """The engine wrote into the buffers, so the host no longer knows what is in them; capturable."""
+        self._learn(None)
+        self.clamp()
+
+    def _learn(self, lengths: Tensor | None) -> None:
+        self._known = lengths
+        self.sees_keys = (
+            lengths is not None
+            and not self.ragged
+            and len(lengths) == self.batch
+            and self.batch > 0
+            and int(lengths.min()) >= self.q_len  # else a row before a request's first key, where causal
+        )
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
@@ -204,7 +221,8 @@ class Buffers:
         except BaseException:
             for tensor, value in kept:
                 tensor.copy_(value)
-            self._known, self.holds[0] = known, held
+            self._learn(known)
+            self.holds[0] = held
             self.clamp()
             raise
 

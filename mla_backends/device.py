@@ -86,6 +86,8 @@ def is_capturing(where: torch.device) -> bool:
 
     if where.type != "cuda":
         return False
+    if torch.cuda.current_device() == where.index:  # a guard costs the host as much as a launch
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(where):
         return torch.cuda.is_current_stream_capturing()
 

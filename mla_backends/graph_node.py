@@ -1,4 +1,4 @@
-"""A plan's `run` as one node of a compiled graph: torch.compile neither looks into it nor breaks at it.
+"""A plan's `run` and `select_slots`, each as one node of a compiled graph: torch.compile neither looks into it nor breaks at it.
 
 The node knows plan, query and cache by number. Their tensors go in beside the numbers, as a compiled graph may write
 another tensor in their place and copy it back later.
@@ -16,7 +16,7 @@ from torch import Tensor
 from mla_backends.errors import InvalidInput
 from mla_backends.op_table import register
 
-__all__ = ["is_same_memory", "numbered", "run_in_graph"]
+__all__ = ["is_same_memory", "numbered", "run_in_graph", "select_in_graph"]
 
 _LIVING: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
@@ -52,16 +52,29 @@ def _run(
     scale: Tensor | None,
     data: Tensor,
     indices: Tensor | None,
+    is_selected: bool,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    asked, layer = _living(query).over(latent, rope, scale), _living(cache).over(data)
-    _living(plan).run(asked, layer, indices=indices, out=out, lse=lse)
+    asked, layer, made = _living(query).over(latent, rope, scale), _living(cache).over(data), _living(plan)
+    made.run(asked, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
+
+
+def _select(selected: Tensor, plan: int, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
+    made = _living(plan).select_slots(positions, block_table, seq_lens)
+    if not is_same_memory(made, selected):
+        selected.copy_(made)
 
 
 run_in_graph: Callable[..., None] = register(
     "run_plan(int plan, int query, int cache, Tensor latent, Tensor rope, Tensor? scale, Tensor data, Tensor? indices, "
-    "Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "bool is_selected, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _run,
     _run,
+)
+
+select_in_graph: Callable[..., None] = register(
+    "select_slots_of_plan(Tensor(a!) selected, int plan, Tensor positions, Tensor block_table, Tensor? seq_lens) -> ()",
+    _select,
+    _select,
 )

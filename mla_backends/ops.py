@@ -16,7 +16,14 @@ from mla_backends.query_ops import (
     query_scale,
     rope_tail,
 )
-from mla_backends.row_ops import compact_slots, finish_rows, merge_partials, sanitize_slots, select_slots
+from mla_backends.row_ops import (
+    compact_slots,
+    finish_rows,
+    merge_partials,
+    sanitize_slots,
+    select_rows,
+    select_slots,
+)
 
 __all__ = [
     "Compiled",
@@ -31,6 +38,7 @@ __all__ = [
     "query_scale",
     "rope_tail",
     "sanitize_slots",
+    "select_rows",
     "select_slots",
     "write_cache",
     "write_cache_and_rope",

@@ -5,12 +5,15 @@ From the adapter's `Conventions` alone; one launch, in place, and only where the
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.buffers import Buffers
+from mla_backends.device import is_capturing
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
@@ -27,6 +30,7 @@ class Outlet:
         heads: query heads as the kernel gets them.
         out_dtype, device: of out.
         buffers: the plan's; its lengths say which rows are empty.
+        empty_rows: "any": rows without keys stay as the kernel leaves them.
     """
 
     def __init__(
@@ -37,24 +41,29 @@ class Outlet:
         out_dtype: torch.dtype,
         device: torch.device,
         buffers: Buffers,
+        empty_rows: Literal["exact", "any"],
     ) -> None:
         self._problem, self._conventions, self._buffers = problem, conventions, buffers
         self._out_dtype, self._device = out_dtype, device
         self._num_heads = problem.num_heads
         self._is_padded = heads != problem.num_heads
         self._can_write = conventions.writes_out and not self._is_padded
+        settles = empty_rows == "exact"
         # Ragged tensors may have tokens past the last request, which no kernel writes.
-        self._overwrites = conventions.empty_rows in ("unwritten", "undefined") or problem.ragged
-        self._converts = problem.needs_lse and (
-            conventions.lse_base == "2" or conventions.empty_rows != "exact" or problem.ragged
+        self._overwrites = settles and (conventions.empty_rows in ("unwritten", "undefined") or problem.ragged)
+        self._base2 = problem.needs_lse and conventions.lse_base == "2"
+        self._converts = self._base2 or (
+            settles and problem.needs_lse and (conventions.empty_rows != "exact" or problem.ragged)
         )
-        self._base2 = conventions.lse_base == "2"
         self._lengths = None if problem.topk is not None else buffers.seq_lens
         self._cu_q_lens = buffers.cu_q_lens if problem.ragged else None
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """What `finish` launches at each run, where the caller gives no buffer that must be copied into."""
+        """What `finish` launches at each run, where the caller gives no buffer that must be copied into.
+
+        In an eager run it launches nothing where the host knows that there is nothing to settle.
+        """
         return ("finish_rows",) if self._overwrites or self._converts else ()
 
     def target(self, query: Query, out: Tensor | None) -> Tensor | None:
@@ -92,7 +101,7 @@ class Outlet:
         is_flat = query.latent.ndim == 3
         raw = self._rows(raw, is_flat)
         ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse, is_flat)
-        if self._overwrites or self._converts:
+        if (self._overwrites or self._converts) and not self._is_settled():
             ops.finish_rows(
                 raw if self._overwrites else None,
                 ours if lse is None else lse,
@@ -109,6 +118,10 @@ class Outlet:
         if out is not None and not written:
             out.copy_(raw)
         return Decoded(raw if out is None else out, ours if lse is None else lse)
+
+    def _is_settled(self) -> bool:
+        """No row is empty in this run, and in none that a graph captured from it may replay."""
+        return self._buffers.sees_keys and not self._base2 and not is_capturing(self._device)
 
     def nothing(self, query: Query, out: Tensor | None, lse: Tensor | None) -> Decoded:
         """The result where no row sees a key, without a kernel. Only a ragged plan may have rows then."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from mla_backends import ops
 from mla_backends.absorb import Query
 from mla_backends.adapter import Adapter, Kernel, Step
 from mla_backends.buffers import Buffers
@@ -21,12 +20,13 @@ from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device, is_capturing
 from mla_backends.errors import InvalidInput, whole_number
-from mla_backends.graph_node import numbered, run_in_graph
+from mla_backends.graph_node import numbered, run_in_graph, select_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
-from mla_backends.steps import StepInput, check_tensor
+from mla_backends.selection import Selection
+from mla_backends.steps import StepInput
 
 __all__ = ["DecodePlan", "Recipe", "cache_facts"]
 
@@ -62,6 +62,7 @@ class Recipe:
         attn_sink: [H] float32 or None.
         workspace: uint8 or None.
         q_scale: of an e4m3 query, None where it is measured at each query.
+        empty_rows: "any": rows that see no key stay as the kernel leaves them.
         why: what decided the choice, and what the canary said, for `describe`.
     """
 
@@ -78,6 +79,7 @@ class Recipe:
     workspace: Tensor | None
     q_scale: float | Tensor | None
     why: dict[str, Any]
+    empty_rows: Literal["exact", "any"] = "exact"
 
 
 class DecodePlan:
@@ -124,10 +126,20 @@ class DecodePlan:
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
-        self._outlet = Outlet(problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers)
-        self._slots = self._new_slots()
-        self._slots_by_request = (
-            None if self._slots is None else self._slots.view(buffers.batch, buffers.q_len, self._slots.shape[1])
+        self._outlet = Outlet(
+            problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.empty_rows
+        )
+        self._selection = (
+            Selection(
+                problem,
+                self._conventions,
+                batch=buffers.batch,
+                q_len=buffers.q_len,
+                num_pages=recipe.num_pages,
+                device=recipe.where,
+            )
+            if self._is_sparse
+            else None
         )
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
@@ -187,6 +199,8 @@ class DecodePlan:
             softmax_scale=recipe.softmax_scale,
             attn_sink=sink,
             workspace=recipe.workspace,
+            slots=None if self._selection is None else self._selection.table,
+            slot_counts=None if self._selection is None else self._selection.counts,
         )
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -245,7 +259,7 @@ class DecodePlan:
             raise InvalidInput(
                 f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)"
             )
-        self._buffers.clamp()
+        self._buffers.rewritten()
         self._replan()
 
     def _check_capture(self, step: StepInput) -> None:
@@ -303,6 +317,31 @@ class DecodePlan:
         """
         return self._intake.new_query()
 
+    def select_slots(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None = None) -> Tensor:
+        """DSA's request-local top-k positions of one layer, as this plan's kernel reads them: one launch, in the plan's own
+        buffer, and `run` then launches nothing of its own for them.
+
+        They serve any number of layers, until the next selection, or until `run` is given other slots.
+
+        Args:
+            positions: [B, (q,) topk] int32 or int64; none is one below 0, past the table, or at or past its request's length.
+            block_table: [B, W] int32 or int64; a page outside the cache is none.
+            seq_lens: [B] int32, keys a request; None: as many as the table holds.
+
+        Returns:
+            For `run(indices=)` of this plan alone: its values are in the kernel's own form.
+
+        Raises:
+            InvalidInput: for a dense plan, and for shapes, dtypes, devices or strides that do not fit.
+        """
+        if self._selection is None:
+            raise InvalidInput("this plan is dense, there is nothing to select; plan with topk")
+        if _is_compiling():
+            selected = self._selection.selected
+            select_in_graph(self._is_cuda, selected, self._number, positions, block_table, seq_lens)
+            return selected
+        return self._selection.select(positions, block_table, seq_lens)
+
     def run(
         self,
         query: Query,
@@ -318,7 +357,8 @@ class DecodePlan:
             query: from `new_query`, or any Query of q_dtype with H or the padded heads; padded and packed here
                 where the kernel wants that.
             cache: the layer; the layout that the plan was made for.
-            indices: sparse plans: [B, (q,) topk] int32 slots of this layer; -1 or any slot outside the cache is none.
+            indices: sparse plans: [B, (q,) topk] int32 slots of this layer; -1 or any slot outside the cache is none,
+                which takes a launch to see to. Or what `select_slots` returned, which takes none.
             out: [B, (q,) H, L] of q_dtype to write into.
             lse: [B, (q,) H] float32 to write into; only where the plan was made with return_lse.
 
@@ -345,8 +385,8 @@ class DecodePlan:
         if lse is not None:
             self._outlet.check_lse(query, lse)
         target = self._outlet.target(query, out)
-        if indices is not None:
-            indices = self._sanitized(indices, query, cache)
+        if self._selection is not None and indices is not None:
+            indices = self._selection.bring(indices, query.latent.shape[:-2], cache)
         if kernel is None or (self.problem.ragged and kernel_query.latent.shape[0] == 0):
             return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
@@ -355,6 +395,11 @@ class DecodePlan:
                 return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
         raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
         return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
+
+    @property
+    def selected(self) -> Tensor | None:
+        """What `select_slots` returns, the same object each time; None for a dense plan."""
+        return None if self._selection is None else self._selection.selected
 
     def _in_graph(
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None, lse: Tensor | None
@@ -367,7 +412,8 @@ class DecodePlan:
         if lse is None and self.problem.needs_lse:
             lse = torch.empty(shape, dtype=torch.float32, device=where)
         parts = (query.latent, query.rope, query.scale, cache.rows, indices)
-        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, out, lse)
+        is_selected = self._selection is not None and indices is self._selection.selected
+        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, is_selected, out, lse)
         return Decoded(out, lse)
 
     def _accept_cache(self, cache: PagedCache) -> None:
@@ -389,38 +435,6 @@ class DecodePlan:
         if refusals:
             raise InvalidInput(f"{self.adapter} does not take this cache: " + "; ".join(map(str, refusals)))
         self._accepted = cache.facts
-
-    def _new_slots(self) -> Tensor | None:
-        """[B * q, topk'] int32 for a sparse plan's indices, topk rounded up to what the kernel takes; None where it looks
-        at the caller's own.
-        """
-        topk = self.problem.topk
-        if topk is None or self._conventions.slots != "sanitize_slots":
-            return None
-        multiple = self._conventions.topk_multiple
-        rows = self._buffers.batch * self._buffers.q_len
-        return torch.full((rows, -(-topk // multiple) * multiple), -1, dtype=torch.int32, device=self._recipe.where)
-
-    def _sanitized(self, indices: Tensor, query: Query, cache: PagedCache) -> Tensor:
-        """[B, q, topk'] with every slot outside the cache made -1, in the plan's own buffer, where that is for the plan to do."""
-        slots, by_request = self._slots, self._slots_by_request
-        lead = query.latent.shape[:-2]
-        is_right = type(indices) is Tensor and indices.dtype is torch.int32 and indices.device == self._recipe.where
-        if not is_right or indices.shape[:-1] != lead or indices.shape[-1] != self.problem.topk:
-            wanted = f"{[*lead, self.problem.topk]} int32"
-            check_tensor("indices", indices, wanted)
-            raise InvalidInput(
-                f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
-                f"it takes {wanted} on {self._recipe.where}, a row of slots for each query row"
-            )
-        if indices.stride(-1) != 1 and indices.shape[-1] > 1:
-            raise InvalidInput(
-                f"indices has stride {indices.stride(-1)} in its last dimension, it takes 1; pass indices.contiguous()"
-            )
-        if slots is None or by_request is None:
-            return indices
-        ops.sanitize_slots(slots, indices if indices.ndim == 2 else indices.flatten(0, 1), cache.num_slots)
-        return by_request
 
     @property
     def _waits(self) -> str:
@@ -447,6 +461,7 @@ class DecodePlan:
             "metadata": self._conventions.metadata,
             "library_allocates": self._conventions.allocates,
             "lse_precision": self._conventions.lse_precision,
+            "empty_rows": recipe.empty_rows,
             "adds_kernels": (*((self._conventions.slots,) if self._is_sparse else ()), *self._outlet.kernels),
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),

@@ -14,9 +14,11 @@ from mla_backends import cuda_ops, torch_ops
 from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse, requests
 from mla_backends.result import Decoded
 
-__all__ = ["compact_slots", "finish_rows", "merge_partials", "sanitize_slots", "select_slots"]
+__all__ = ["compact_slots", "finish_rows", "merge_partials", "sanitize_slots", "select_rows", "select_slots"]
 
 _INT32_MAX = 2**31 - 1
+_MOST_SLOTS = 2**31
+"""A slot is an int32."""
 
 _finish_rows = Op(
     "finish_rows(Tensor(a!)? lse, Tensor(b!)? out, Tensor? raw_lse, Tensor? seq_lens, Tensor? cu_q_lens, int q_len, "
@@ -24,8 +26,14 @@ _finish_rows = Op(
     torch_ops.finish_rows,
 )
 _select_slots = Op(
-    "select_slots(Tensor(a!) out, Tensor positions, Tensor block_table, int page_size, Tensor? seq_lens) -> ()",
+    "select_slots(Tensor(a!) out, Tensor positions, Tensor block_table, int page_size, Tensor? seq_lens, "
+    "int num_slots) -> ()",
     torch_ops.select_slots,
+)
+_select_rows = Op(
+    "select_rows(Tensor(a!) out, Tensor(b!) counts, Tensor positions, Tensor block_table, int page_size, "
+    "Tensor? seq_lens, int num_slots, int rows_per_page) -> ()",
+    torch_ops.select_rows,
 )
 _sanitize_slots = Op("sanitize_slots(Tensor(a!) out, Tensor slots, int num_slots) -> ()", torch_ops.sanitize_slots)
 _compact_slots = Op(
@@ -101,30 +109,18 @@ def finish_rows(
         _finish_rows(device >= 0, lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)
 
 
-def select_slots(
-    out: Tensor, positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None = None
-) -> None:
-    """DSA's request-local top-k positions to slots; -1 for none.
-
-    None is a position below 0, past the table's width or at or past its request's length, and a page id below 0.
-
-    Args:
-        out: [B, (q,) >= topk] int32; columns past topk become -1.
-        positions: [B, (q,) topk] int32 or int64.
-        block_table: [B, W] int32 or int64 page ids, any row stride.
-        page_size: tokens a page.
-        seq_lens: [B] int32, keys a request.
-
-    Raises:
-        InvalidInput: if shapes, dtypes, devices or last strides disagree.
-    """
-    if _select_slots.took(out, positions, block_table, page_size, seq_lens):
-        return
+def _check_selection(
+    out: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_lens: Tensor | None,
+    num_slots: int | None,
+) -> int:
+    """The device of what both selections take."""
     are_tensors(out=out, positions=positions, block_table=block_table)
-    if positions.dim() not in (2, 3) or out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
-        raise refuse(
-            "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
-        )
+    if positions.dim() not in (2, 3):
+        raise refuse("positions", list(positions.shape), "[B, (q,) topk]")
     if block_table.dim() != 2 or block_table.shape[0] != positions.shape[0]:
         raise refuse("block_table", list(block_table.shape), f"[{positions.shape[0]}, W], from positions")
     for name, x in (("positions", positions), ("block_table", block_table)):
@@ -134,6 +130,8 @@ def select_slots(
         raise refuse("the dtype of out", out.dtype, "int32")
     if page_size < 1:
         raise refuse("page_size", page_size, "at least 1")
+    if num_slots is not None and not 1 <= num_slots <= _MOST_SLOTS:
+        raise refuse("num_slots", num_slots, f"1 to {_MOST_SLOTS}")
     if seq_lens is not None and (
         seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1] or not seq_lens.is_contiguous()
     ):
@@ -142,8 +140,92 @@ def select_slots(
     dense_last(out=out, positions=positions, block_table=block_table)
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
+    return device
+
+
+def select_slots(
+    out: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_lens: Tensor | None = None,
+    *,
+    num_slots: int | None = None,
+) -> None:
+    """DSA's request-local top-k positions to slots; -1 for none.
+
+    None is a position below 0, past the table's width or at or past its request's length, a page id below 0, and a slot
+    at or past num_slots.
+
+    Args:
+        out: [B, (q,) >= topk] int32; columns past topk become -1.
+        positions: [B, (q,) topk] int32 or int64.
+        block_table: [B, W] int32 or int64 page ids, any row stride.
+        page_size: tokens a page.
+        seq_lens: [B] int32, keys a request.
+        num_slots: of the cache; None is every slot that an int32 holds.
+
+    Raises:
+        InvalidInput: if shapes, dtypes, devices or last strides disagree.
+    """
+    most = _MOST_SLOTS if num_slots is None else num_slots
+    if _select_slots.took(out, positions, block_table, page_size, seq_lens, most):
+        return
+    device = _check_selection(out, positions, block_table, page_size, seq_lens, num_slots)
+    if out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
+        raise refuse(
+            "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
+        )
     if out.numel():
-        _select_slots(device >= 0, out, positions, block_table, page_size, seq_lens)
+        _select_slots(device >= 0, out, positions, block_table, page_size, seq_lens, most)
+
+
+def select_rows(
+    out: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_lens: Tensor | None = None,
+    *,
+    num_slots: int,
+    rows_per_page: int,
+) -> None:
+    """What `compact_slots` makes of `select_slots`' slots, in one launch.
+
+    Args:
+        out: [B * q, >= topk] int32, any row stride: row ids of the valid slots, in their order, then 0.
+        counts: [B * q] int32, contiguous: how many.
+        positions, block_table, page_size, seq_lens, num_slots: as `select_slots` takes them.
+        rows_per_page: as `compact_slots` takes it.
+
+    Raises:
+        InvalidInput: as both.
+    """
+    arguments = (positions, block_table, page_size, seq_lens, num_slots, rows_per_page)
+    if _select_rows.took(out, counts, *arguments):
+        return
+    device = _check_selection(out, positions, block_table, page_size, seq_lens, num_slots)
+    rows = math.prod(positions.shape[:-1])
+    if out.dim() != 2 or out.shape[0] != rows or out.shape[1] < positions.shape[-1]:
+        raise refuse("out", list(out.shape), f"[{rows}, at least {positions.shape[-1]}], from positions")
+    _check_rows(counts, rows, num_slots, page_size, rows_per_page, device)
+    if not out.shape[1]:
+        counts.zero_()
+    elif rows:
+        _select_rows(device >= 0, out, counts, *arguments)
+
+
+def _check_rows(counts: Tensor, rows: int, num_slots: int, page_size: int, rows_per_page: int, device: int) -> None:
+    """Refuse counts that are not [rows], and row ids that do not fit in int32."""
+    if counts.dtype != torch.int32 or counts.shape != (rows,) or not counts.is_contiguous():
+        raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{rows}] int32, contiguous")
+    one_device(device, counts=counts)
+    if page_size < 1 or rows_per_page < 1:
+        raise refuse("page_size and rows_per_page", f"{page_size} and {rows_per_page}", "at least 1")
+    largest = (max(num_slots, 1) - 1) // page_size * rows_per_page + page_size - 1
+    if largest > _INT32_MAX:
+        raise refuse("the largest row id", largest, f"at most {_INT32_MAX}")
 
 
 def _checked_rows(out: Tensor, slots: Tensor) -> int:
@@ -193,14 +275,7 @@ def compact_slots(
     if _compact_slots.took(out, counts, slots, num_slots, page_size, rows_per_page):
         return
     device = _checked_rows(out, slots)
-    if counts.dtype != torch.int32 or counts.shape != slots.shape[:1] or not counts.is_contiguous():
-        raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{slots.shape[0]}] int32, contiguous")
-    one_device(device, counts=counts)
-    if page_size < 1 or rows_per_page < 1:
-        raise refuse("page_size and rows_per_page", f"{page_size} and {rows_per_page}", "at least 1")
-    largest = (max(num_slots, 1) - 1) // page_size * rows_per_page + page_size - 1
-    if largest > _INT32_MAX:
-        raise refuse("the largest row id", largest, f"at most {_INT32_MAX}")
+    _check_rows(counts, slots.shape[0], num_slots, page_size, rows_per_page, device)
     if not out.shape[1]:
         counts.zero_()
     elif out.shape[0]:

@@ -283,9 +283,10 @@ class Conventions:
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
         lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than float32.
-        slots: what looks at sparse indices first. sanitize_slots: the plan, which gives the kernel -1 for every slot outside
-            the cache. compact_slots: the adapter itself, which gets them as the caller gave them.
-        topk_multiple: what a row of sparse indices is padded to a multiple of, by sanitize_slots.
+        slots: how a sparse kernel reads its keys, and what brings them there. sanitize_slots: slots, -1 for every one
+            outside the cache. compact_slots: row ids, slot // page_size * (rows from page to page) + slot % page_size, the
+            valid ones first, and how many those are.
+        topk_multiple: what a row of sparse indices is padded to a multiple of.
         table_columns: what the width of the block table must be a multiple of.
         allocates: what the library itself allocates at each run.
     """

@@ -137,6 +137,8 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
     for layers in (1, 2, 3, 61):
         for layer in sorted({0, layers // 2, layers - 1}):
             yield replace(base, layers=layers, layer=layer)
+            if layers in (3, 61):
+                yield replace(base, layers=layers, layer=layer, neighbours="random")
     for kind in ("parts", "transposed", "padded"):
         yield from (replace(base, query=kind, num_heads=h, q_len=q) for h, q in ((12, 1), (40, 2), (64, 1)))
     yield replace(base, return_lse=False)

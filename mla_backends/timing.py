@@ -49,14 +49,16 @@ def kernel_nodes(calls: Sequence[Callable[[], object]]) -> int:
 
 
 def interleaved(graphs: Sequence[torch.cuda.CUDAGraph], *, replays: int = 30) -> list[float]:
-    """Median microseconds of a replay of each graph, the graphs taking turns."""
+    """Median microseconds of a replay of each graph, the graphs taking turns, each as often first."""
     times: list[list[float]] = [[] for _ in graphs]
     for graph in graphs:
         graph.replay()
     torch.cuda.synchronize()
     marks = []
-    for _ in range(replays):
-        for which, graph in enumerate(graphs):
+    for turn in range(replays):
+        for place in range(len(graphs)):
+            which = (turn + place) % len(graphs)
+            graph = graphs[which]
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graph.replay()

@@ -25,6 +25,7 @@ __all__ = [
     "query_scale",
     "rope_tail",
     "sanitize_slots",
+    "select_rows",
     "select_slots",
     "write_cache",
     "write_cache_and_rope",
@@ -244,7 +245,10 @@ def write_indexer_cache(data: Tensor, k: Tensor, slots: Tensor) -> None:
     cells[page, column] = torch.where(any_inside, rows, cells[page, column])
 
 
-def select_slots(out: Tensor, positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None) -> None:
+def _selected(
+    positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None, num_slots: int
+) -> Tensor:
+    """[B, (q,) topk] int32, -1 for none."""
     requests, width = block_table.shape
     at = positions.long().reshape(requests, -1)
     column = at.div(page_size, rounding_mode="floor")
@@ -252,12 +256,33 @@ def select_slots(out: Tensor, positions: Tensor, block_table: Tensor, page_size:
     if seq_lens is not None:
         found &= at < seq_lens[:, None]
     page = block_table.long().gather(1, column.clamp(0, max(width - 1, 0))) if width else at
-    slot = page * page_size + at.remainder(page_size)
-    found &= (page >= 0) & (slot <= torch.iinfo(torch.int32).max)
+    # Before the product, which may not fit.
+    found &= (page >= 0) & (page <= (num_slots - 1) // page_size)
+    slot = torch.where(found, page, 0) * page_size + at.remainder(page_size)
+    found &= slot < num_slots
+    return torch.where(found, slot, -1).view(positions.shape).to(torch.int32)
+
+
+def select_slots(
+    out: Tensor, positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None, num_slots: int
+) -> None:
     topk = positions.shape[-1]
-    slot = torch.where(found, slot, -1).view(positions.shape).to(torch.int32)
     out[..., topk:] = -1
-    out[..., :topk].copy_(slot)
+    out[..., :topk].copy_(_selected(positions, block_table, page_size, seq_lens, num_slots))
+
+
+def select_rows(
+    out: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    seq_lens: Tensor | None,
+    num_slots: int,
+    rows_per_page: int,
+) -> None:
+    slots = _selected(positions, block_table, page_size, seq_lens, num_slots).flatten(0, -2)
+    compact_slots(out, counts, slots, num_slots, page_size, rows_per_page)
 
 
 def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:

@@ -1,6 +1,6 @@
 """One decode on made-up data against the reference: the data would expose a wrong read.
 
-Pages are shuffled, the other layers of the slot hold NaN, rows past a length hold NaN (finite garbage
+Pages are shuffled, the other layers of the slot hold NaN or random bytes, rows past a length hold NaN (finite garbage
 where a kernel is declared to read them), table columns past a length hold absurd ids, query parts
 come with the strides that models give them.
 """
@@ -44,6 +44,7 @@ class Condition:
     Args:
         seq_lens: keys a request.
         layers, layer: of the block-major slot that the cache is a view of.
+        neighbours: what the slot's other layers hold, NaN or random bytes.
         query: "packed"; "parts", two tensors; "transposed", nope as a transposed bmm gives it and rope as a slice of a
             192-wide tensor; "padded", `DecodePlan.new_query` with NaN in the padded heads.
         topk: sparse decode over random slots, with duplicates, -1 and slots outside the cache among them.
@@ -63,6 +64,7 @@ class Condition:
     seq_lens: tuple[int, ...] = (130, 1, 0, 64, 65, 63, 200)
     layers: int = 3
     layer: int = 1
+    neighbours: Literal["nan", "random"] = "nan"
     query: Literal["packed", "parts", "transposed", "padded"] = "packed"
     topk: int | None = None
     attn_sink: bool = False
@@ -93,6 +95,7 @@ class Outcome:
         lse_error: largest absolute error of lse over rows with keys; 0 where none was asked for.
         is_strided_equal: the layer view of the slot and a contiguous clone gave the same bits, out and lse.
         are_empty_rows_right: rows without keys are out 0 and lse -inf, and nothing is NaN.
+        is_selection_equal: sparse: slots selected from positions gave the bits of the same slots given.
         facts: `DecodePlan.describe`.
     """
 
@@ -100,6 +103,7 @@ class Outcome:
     lse_error: float
     is_strided_equal: bool
     are_empty_rows_right: bool
+    is_selection_equal: bool
     facts: dict[str, Any]
 
     def faults(self, condition: Condition) -> tuple[str, ...]:
@@ -115,6 +119,8 @@ class Outcome:
             found.append("the strided view and its contiguous clone gave different bits")
         if not self.are_empty_rows_right:
             found.append("a row without keys is not out 0, lse -inf, or something is NaN")
+        if not self.is_selection_equal:
+            found.append("slots selected from positions and the same slots given gave different bits")
         return tuple(found)
 
 
@@ -170,6 +176,11 @@ class Trial:
             kv_scale = torch.tensor([c.kv_scale], device=self.device)
         slot = _slot(self.num_pages, c, self.device)
         _poison(slot.data)
+        if c.neighbours == "random":
+            mine = slot.data[:, c.layer]
+            kept, raw = mine.clone(), slot.data.view(torch.uint8)
+            raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=self._generator))
+            mine.copy_(kept)
         self.cache = slot.layer(c.layer, kv_scale=kv_scale)
         tokens = self.num_pages * c.page_size
         kv_c, k_pe = self._normal(tokens, 512), self._normal(tokens, 64)
@@ -209,6 +220,17 @@ class Trial:
             picked[none] = absurd[torch.randint(len(absurd), (int(none.sum()),), generator=self._generator)]
             picked[0] = -1
             self.indices = picked.to(self.device)
+            self._make_positions(picked)
+
+    def _make_positions(self, slots: Tensor) -> None:
+        """Positions that a block table of every page, in an order of each request's own, brings to `slots`."""
+        c = self.condition
+        pages = torch.stack([torch.randperm(self.num_pages, generator=self._generator) for _ in c.seq_lens])
+        is_slot = (slots >= 0) & (slots < self.num_pages * c.page_size)
+        page, offset = slots.long() // c.page_size, slots.long() % c.page_size
+        column = pages.argsort(-1).gather(1, page.clamp(0, self.num_pages - 1).flatten(1)).view(page.shape)
+        positions = torch.where(is_slot, column * c.page_size + offset, slots.long())
+        self.positions, self.pages = positions.int().to(self.device), pages.int().to(self.device)
 
     def query(self, plan: DecodePlan) -> Query:
         """The condition's query, in the layout that it names."""
@@ -347,17 +369,28 @@ class Trial:
         out = got.out[:tokens][rows].double().cpu()
         is_empty = want.lse == float("-inf")
         lse_error, are_empty_right = 0.0, bool((out[is_empty] == 0).all()) and not bool(out.isnan().any())
-        equal = torch.equal(got.out[:tokens], again.out[:tokens])
-        if got.lse is not None and again.lse is not None:
+        equal = _is_same(got, again, tokens)
+        selection_equal = True
+        if self.indices is not None:
+            selecting = self.plan(backend)
+            selected = selecting.select_slots(self.positions, self.pages)
+            selection_equal = _is_same(got, selecting.run(self.query(selecting), self.cache, indices=selected), tokens)
+        if got.lse is not None:
             lse = got.lse[:tokens][rows].double().cpu()
             are_empty_right = (
                 are_empty_right and bool((lse[is_empty] == float("-inf")).all()) and not bool(lse.isnan().any())
             )
             lse_error = _lse_error(lse[~is_empty], want.lse[~is_empty])
-            equal = equal and torch.equal(got.lse[:tokens], again.lse[:tokens])
         norm = float(want.out.norm())
         out_error = float((out - want.out).norm()) / norm if norm else float(out.norm())
-        return Outcome(out_error, lse_error, equal, are_empty_right, plan.describe())
+        return Outcome(out_error, lse_error, equal, are_empty_right, selection_equal, plan.describe())
+
+
+def _is_same(a: Decoded, b: Decoded, tokens: int) -> bool:
+    """Equality to the bit of out and lse."""
+    if a.lse is None or b.lse is None:
+        return a.lse is b.lse and torch.equal(a.out[:tokens], b.out[:tokens])
+    return torch.equal(a.out[:tokens], b.out[:tokens]) and torch.equal(a.lse[:tokens], b.lse[:tokens])
 
 
 def _lse_error(lse: Tensor, want: Tensor) -> float:

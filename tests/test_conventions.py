@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, get_backend
+from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, get_backend, ops
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
 from mla_backends.device import Device
@@ -60,6 +60,8 @@ class ContraryKernel(Kernel):
             assert query.dtype == torch.float8_e4m3fn
             assert query.scale is not None
             query = Query.from_packed(query.packed.float() * query.scale)
+        if conventions.slots == "compact_slots":
+            indices = self._as_slots(indices, cache)
         if indices is not None:
             assert ((indices >= -1) & (indices < cache.num_slots)).all()
             assert indices.shape[-1] % conventions.topk_multiple == 0
@@ -78,6 +80,17 @@ class ContraryKernel(Kernel):
             assert conventions.writes_out
             result = out.copy_(result)
         return result, self._axes(lse)
+
+    def _as_slots(self, rows: Tensor | None, cache: PagedCache) -> Tensor | None:
+        counts, step = self.step.slot_counts, self.step
+        if rows is None or counts is None:
+            return rows
+        assert step.slots is not None
+        assert rows.data_ptr() == step.slots.data_ptr()
+        page, offset = rows // cache.rows_per_page, rows % cache.rows_per_page
+        is_row = torch.arange(rows.shape[-1]) < counts.view(*rows.shape[:-1], 1)
+        assert (rows[~is_row] == 0).all()
+        return torch.where(is_row, page * cache.page_size + offset, -1)
 
     def _axes(self, lse: Tensor) -> Tensor:
         if self.conventions.lse_axes == "BHQ":
@@ -132,6 +145,7 @@ KEPT = tuple(
             Conventions(query="packed", heads=(64,), topk_multiple=64, empty_rows="lse_inf", lse_axes="BHQ"),
             (UNIFORM,),
         ),
+        ("rows of slots", Conventions(query="split", slots="compact_slots"), (UNIFORM,)),
     )
 )
 
@@ -247,3 +261,78 @@ def test_a_kernel_writes_straight_into_an_out_that_it_can_write() -> None:
     assert seen[0].data_ptr() == dense.data_ptr()
     assert seen[1:] == [None, None, None]
     assert all(torch.equal(result, results[-1]) for result in results)
+
+
+def made_plan(adapter: Contrary, lens: list[int], **given: Any) -> Any:
+    """A plan for three requests of 12 heads with the lengths known on the host, a query, and its cache."""
+    cache = PagedCache.allocate(8, 64, "bf16" if adapter.conventions.query_dtype is None else "fp8", "cpu")
+    generator = torch.Generator().manual_seed(0)
+    rows = (torch.randn(512, n, generator=generator).bfloat16() for n in (512, 64))
+    cache.write(*rows, torch.arange(512))
+    query = Query.from_packed((torch.randn(3, 12, 576, generator=generator) * 0.3).bfloat16())
+    table, lengths = torch.randint(0, 8, (len(lens), 4), generator=generator).int(), torch.tensor(lens).int()
+    options = {"num_heads": 12, "softmax_scale": 0.1, "max_batch": 3, "return_lse": True, "q_scale": 0.01, **given}
+    plan = get_backend("cpu", adapters=[adapter]).plan(cache, table, lengths, seq_lens_cpu=lengths, **options)
+    return plan, query, cache
+
+
+@pytest.mark.parametrize("adapter", KEPT, ids=lambda a: a.name)
+@pytest.mark.parametrize("lens", [[3, 0, 130], [64]])
+def test_rows_that_nobody_reads_may_be_left_as_the_kernel_gives_them(adapter: Contrary, lens: list[int]) -> None:
+    exact, query, cache = made_plan(adapter, lens)
+    loose, _, _ = made_plan(adapter, lens, empty_rows="any")
+    live = torch.tensor([*lens, 0, 0][:3]) > 0
+    want, got = exact.run(query, cache), loose.run(query, cache)
+    assert torch.equal(got.out[live], want.out[live])
+    assert torch.equal(got.lse[live], want.lse[live])
+    is_base2 = adapter.conventions.lse_base == "2"
+    assert loose.describe()["adds_kernels"] == (("finish_rows",) if is_base2 else ())
+    assert loose.describe()["empty_rows"] == "any"
+    if adapter.conventions.empty_rows == "unwritten":
+        assert got.out[~live].isnan().all()
+
+
+@pytest.mark.parametrize("adapter", KEPT, ids=lambda a: a.name)
+def test_nothing_is_launched_for_empty_rows_where_the_host_knows_of_none(
+    adapter: Contrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    finish = ops.finish_rows
+    monkeypatch.setattr(ops, "finish_rows", lambda *given, **named: (calls.append(given), finish(*given, **named))[0])
+    plan, query, cache = made_plan(adapter, [3, 64, 130])
+
+    def launched(lengths: list[int] | None, **step: Any) -> bool:
+        calls.clear()
+        if lengths is not None:
+            plan.update(seq_lens=torch.tensor(lengths).int(), **step)
+        got = plan.run(query, cache)
+        assert torch.equal((got.lse == -INF)[:, 0], plan.seq_lens == 0)
+        assert not got.out[plan.seq_lens == 0].any()
+        return bool(calls)
+
+    settles = plan.describe()["adds_kernels"] == ("finish_rows",)
+    is_base2 = adapter.conventions.lse_base == "2"
+    assert launched(None) == is_base2
+    assert launched([1, 1, 1], seq_lens_cpu=torch.tensor([1, 1, 1])) == is_base2
+    assert launched([1, 0, 1], seq_lens_cpu=torch.tensor([1, 0, 1])) == settles
+    assert launched([1, 1, 1]) == settles  # only the device knows
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    assert launched([1, 1], block_table=table, seq_lens_cpu=torch.tensor([1, 1])) == settles  # a third row is empty
+    assert launched([5, 6, 7], block_table=torch.zeros(3, 4).int(), seq_lens_cpu=torch.tensor([5, 6, 7])) == is_base2
+    if plan.update_mode == "device":
+        plan.seq_lens[1] = 0  # the engine writes, which the host does not see
+        plan.refresh()
+        assert launched(None) == settles
+
+
+def test_a_row_before_a_short_requests_first_key_is_empty_though_the_request_is_not() -> None:
+    adapter = next(a for a in KEPT if a.name == "undefined")
+    plan, query, cache = made_plan(adapter, [3, 1, 130], q_len=2)
+    twice = Query.from_packed(torch.stack([query.packed, query.packed], 1))
+    got = plan.run(twice, cache)
+    assert (got.lse == -INF)[:, :, 0].tolist() == [[False, False], [True, False], [False, False]]
+
+
+def test_what_empty_rows_may_be_is_one_of_two_words() -> None:
+    with pytest.raises(InvalidInput, match="empty_rows is 'nan', it takes 'exact' or 'any'"):
+        made_plan(KEPT[0], [1, 2, 3], empty_rows="nan")

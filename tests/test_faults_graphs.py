@@ -667,7 +667,7 @@ def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
     plan, query = world.plan(cache, table, lens), world.query(2)
     out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
     numbers = (plan._number, query.number, cache.number)
-    args = (*numbers, query.latent, query.rope, None, cache.rows, None, out, lse)
+    args = (*numbers, query.latent, query.rope, None, cache.rows, None, False, out, lse)
     # torch's schema check multiplies what it is given, which float8 has no kernel for
     checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
@@ -676,7 +676,7 @@ def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
 def test_a_graph_whose_query_is_gone_says_so() -> None:
     _, make, cache = watching()
     plan, query = make([3, 64]), parts(2)
-    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None)
+    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None, False)
     del query
     out = torch.zeros(2, 12, 512, dtype=torch.bfloat16)
     with pytest.raises(InvalidInput, match="is gone; keep its plan, query and cache"):

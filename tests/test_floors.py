@@ -23,7 +23,7 @@ FLOORS = (
     "cache indexer absorb reference",
     "adapter",
     "arguments catalogue buffers",
-    "intake outlet",
+    "intake outlet selection",
     "dispatch plan",
     "canary",
     "backend",

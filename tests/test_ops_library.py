@@ -78,6 +78,11 @@ def cases(device, tokens=4):
             [ints(tokens, 70), ints(tokens, 64, high=40), ints(tokens, 4)],
             [0],
         ),
+        "select_rows": (
+            lambda out, counts, at, table: ops.select_rows(out, counts, at, table, 8, num_slots=16, rows_per_page=24),
+            [ints(tokens, 70), ints(tokens), ints(tokens, 64, high=40), ints(tokens, 4)],
+            [0, 1],
+        ),
         "sanitize_slots": (lambda out, slots: ops.sanitize_slots(out, slots, 2), [ints(4, 70), ints(4, 64)], [0]),
         "compact_slots": (compact, [ints(4, 70), ints(4), ints(4, 64, high=5)], [0, 1]),
     }
@@ -122,9 +127,12 @@ def test_an_op_compiles_without_a_graph_break_and_gives_the_same_bits(name, devi
     assert same(compiled, eager, outputs)
 
 
-# run_plan is a whole plan's node and has tests of its own, among those of torch.compile.
+# Whole plans' nodes have tests of their own, among those of torch.compile.
+NODES = ("run_plan", "select_slots_of_plan")
+
+
 @pytest.mark.parametrize(
-    "name", sorted(n for n in dir(torch.ops.mla_backends) if not n.startswith("_") and n not in ("name", "run_plan"))
+    "name", sorted(n for n in dir(torch.ops.mla_backends) if not n.startswith("_") and n not in ("name", *NODES))
 )
 def test_a_schema_marks_exactly_what_its_op_writes(name):
     """By torch's own checker, over the arguments that the public function hands to the op."""

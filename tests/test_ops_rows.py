@@ -212,6 +212,47 @@ def test_a_slot_beyond_int32_is_none(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page", [2**58, 2**58 + 1, 2**62, 2**63 - 1, -(2**63)])
+def test_a_page_whose_slots_wrap_around_64_bits_is_none(page, device):
+    out = ints([[7, 7]], device)
+    ops.select_slots(out, ints([[0, 64]], device), torch.tensor([[page, 1]], device=device), 64)
+    assert out.tolist() == [[-1, 64]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_slots", [1, 64, 65, 128, 2**31])
+def test_slots_past_the_cache_are_none(num_slots, device):
+    out = ints([[7] * 4], device)
+    ops.select_slots(out, ints([[0, 63, 64, 127]], device), ints([[0, 1]], device), 64, num_slots=num_slots)
+    assert out.tolist() == [[slot if slot < num_slots else -1 for slot in (0, 63, 64, 127)]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("q_len", [None, 2])
+@pytest.mark.parametrize("topk", [1, 31, 256, 2048, 2049, 5000])
+def test_selected_rows_are_the_compacted_slots(topk, q_len, device):
+    generator = torch.Generator().manual_seed(topk)
+    lead = (3,) if q_len is None else (3, q_len)
+    positions = torch.randint(-40, 1100, (*lead, topk), generator=generator).to(device)
+    table = torch.randint(-2, 20, (3, 64), generator=generator).to(INT32).to(device)
+    lengths = ints([0, 900, 2000], device)
+    slots = torch.full((*lead, topk), 777, dtype=INT32, device=device)
+    ops.select_slots(slots, positions, table, 16, lengths, num_slots=250)
+    rows = slots.view(-1, topk).shape[0]
+    got, want = (torch.full((rows, topk + 9), 777, dtype=INT32, device=device) for _ in range(2))
+    counts, true_counts = ints([777] * rows, device), ints([777] * rows, device)
+    ops.select_rows(got[:, :-2], counts, positions, table, 16, lengths, num_slots=250, rows_per_page=48)
+    ops.compact_slots(want[:, :-2], true_counts, slots.view(-1, topk), 250, page_size=16, rows_per_page=48)
+    assert torch.equal(got, want)
+    assert torch.equal(counts, true_counts)
+    valid = [[s for s in row if s >= 0] for row in slots.view(-1, topk).tolist()]
+    assert counts.tolist() == [len(row) for row in valid]
+    assert [row[:n] for row, n in zip(got.tolist(), counts.tolist(), strict=True)] == [
+        [s // 16 * 48 + s % 16 for s in row] for row in valid
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("topk", [1, 63, 64, 65, 192, 2048])
 def test_slots_outside_the_cache_become_none_and_rows_are_padded(topk, device):
     slots = torch.randint(-5, 1000, (5, topk + 3), generator=torch.Generator().manual_seed(topk), dtype=INT32)[
@@ -231,7 +272,7 @@ def test_slots_may_be_sanitised_in_place(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("topk", [1, 31, 256, 257, 2048])
+@pytest.mark.parametrize("topk", [1, 31, 256, 257, 2048, 2049, 5000])
 def test_valid_slots_move_to_the_front_in_their_order_as_rows(topk, device):
     slots = torch.randint(-400, 1000, (6, topk), generator=torch.Generator().manual_seed(topk), dtype=INT32)
     slots[1], slots[2] = -1, 5

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends import AbsorbWeights, Decoded, DecodePlan, InvalidInput, PagedCache, Query, get_backend
+from mla_backends import AbsorbWeights, Decoded, DecodePlan, InvalidInput, PagedCache, Query, get_backend, ops
 from mla_backends.adapter import Adapter
 from mla_backends.catalogue import installed, serving
 from mla_backends.testing import good_case
@@ -90,6 +90,27 @@ def test_two_hundred_random_selections_replay_as_fresh_plans(sparse_graphs: Any,
         assert not result.out[live:].any()
 
 
+@pytest.mark.parametrize("topk", [64, 2048])
+def test_two_hundred_random_positions_are_selected_and_read_in_one_graph(sparse_graphs: Any, topk: int) -> None:
+    world = sparse_graphs
+    world.need(topk=topk)
+    cache, query = world.cache(pages=128), world.query(64)
+    options, columns = {"topk": topk, "max_batch": 64}, 60
+    plan, fresh = world.plan(cache, None, None, **options), world.plan(cache, None, None, **options)
+    positions = torch.zeros(64, topk, dtype=torch.int32, device=world.device)
+    table, lens, slots = world.table(64, columns, pages=128), world.ints(*[0] * 64), torch.empty_like(positions)
+    graph, result = captured(lambda: plan.run(query, cache, indices=plan.select_slots(positions, table, lens)))
+    for seed in range(200 if world.adapter.name != "eager" else 5):
+        generator = torch.Generator().manual_seed(seed)
+        room = columns * world.page_size
+        positions.copy_(torch.randint(-room // 8, room + room // 8, (64, topk), generator=generator))
+        table.copy_(torch.randint(-2, 130, (64, columns), generator=generator))
+        lens.copy_(torch.randint(0, room, (64,), generator=generator) * (torch.arange(64) < seed % 65))
+        graph.replay()
+        ops.select_slots(slots, positions, table, world.page_size, lens)  # pages of 128 and 129 are not in the cache
+        assert world.same(result, fresh.run(query, cache, indices=slots)), seed
+
+
 def test_one_graph_a_batch_size_over_one_sparse_plan(sparse_graphs: Any) -> None:
     world = sparse_graphs
     world.need(topk=64)
@@ -143,12 +164,14 @@ def test_two_sparse_plans_run_on_two_streams(sparse_graphs: Any) -> None:
 # --- kernels and memory ---------------------------------------------------------------------------------------------------
 
 
-def assert_only_the_library(plan: DecodePlan, query: Query, cache: PagedCache, indices: Tensor | None) -> None:
-    """Of `run`, the kernels past the adapter's own are those declared, and the allocations are the adapter's."""
+def assert_only_the_library(
+    plan: DecodePlan, query: Query, cache: PagedCache, indices: Tensor | None, *, less: int = 0
+) -> None:
+    """Of `run`, the kernels past the adapter's own are those declared, `less` of them, and the allocations are the adapter's."""
     kernel = plan._kernel
     assert kernel is not None
     brought = plan._intake.bring(query)
-    slots = None if indices is None else plan._sanitized(indices, query, cache)
+    slots = None if plan._selection is None else plan._selection.table
 
     def ours() -> object:
         return plan.run(query, cache, indices=indices)
@@ -156,9 +179,7 @@ def assert_only_the_library(plan: DecodePlan, query: Query, cache: PagedCache, i
     def library() -> object:
         return kernel.run(brought, cache, slots, None)
 
-    # What the adapter launches before the library is its own kernel's.
-    declared = [name for name in plan.describe()["adds_kernels"] if name != "compact_slots"]
-    assert kernel_nodes([ours]) == kernel_nodes([library]) + len(declared)
+    assert kernel_nodes([ours]) == kernel_nodes([library]) + len(plan.describe()["adds_kernels"]) - less
     assert allocations(ours) == allocations(library)
 
 
@@ -179,6 +200,46 @@ def test_a_run_is_the_librarys_kernels_and_those_declared(graphs: Any, heads: in
     assert_only_the_library(plan, plan.new_query(), cache, None)
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_rows_that_nobody_reads_cost_no_kernel(graphs: Any, heads: int) -> None:
+    world, columns = graphs, -(-640 // graphs.page_size)
+    cache, step = world.cache(), step_of(graphs, (640, 1, 0, 65), columns, 0)
+    exact, loose = (world.plan(cache, **step, num_heads=heads, empty_rows=rows) for rows in ("exact", "any"))
+    base2 = world.adapter.conventions.lse_base == "2"
+    assert len(loose.describe()["adds_kernels"]) == base2
+    assert_only_the_library(loose, loose.new_query(), cache, None)
+    query, live = world.query(4, heads=heads), torch.tensor([True, True, False, True])
+    got, want = loose.run(query, cache), exact.run(query, cache)
+    assert torch.equal(got.out[live], want.out[live])
+    assert torch.equal(got.lse[live], want.lse[live])
+
+
+def test_an_eager_run_settles_nothing_where_the_host_knows_of_no_empty_row(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, columns = graphs, -(-640 // graphs.page_size)
+    cache, query = world.cache(), world.query(3)
+    plan = world.plan(cache, **step_of(world, (640, 5, 65), columns, 0))
+    declared = len(plan.describe()["adds_kernels"])
+    eager = plan.run(query, cache)
+    graph, result = captured(lambda: plan.run(query, cache))
+    calls: list[object] = []
+    finish = ops.finish_rows
+    monkeypatch.setattr(ops, "finish_rows", lambda *given, **named: (calls.append(given), finish(*given, **named))[0])
+    assert world.same(plan.run(query, cache), eager)
+    assert len(calls) == (world.adapter.conventions.lse_base == "2")
+    calls.clear()
+    captured(lambda: plan.run(query, cache))
+    assert bool(calls) == bool(declared)
+    calls.clear()
+    plan.update(seq_lens_cpu=torch.tensor([640, 0, 65]))
+    graph.replay()
+    assert world.same(plan.run(query, cache), result)
+    assert len(calls) == declared
+    assert (result.lse[1] == -torch.inf).all()
+    assert not result.out[1].any()
+
+
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_a_sparse_run_is_the_librarys_kernels_and_those_declared(
@@ -187,6 +248,10 @@ def test_a_sparse_run_is_the_librarys_kernels_and_those_declared(
     world, cache = sparse_graphs, sparse_graphs.cache()
     plan = world.plan(cache, None, None, topk=2048, max_batch=4, num_heads=heads, return_lse=return_lse)
     assert_only_the_library(plan, plan.new_query(), cache, slots_of(world, cache, 4, 2048, 0))
+    # What is selected has been looked at.
+    positions = torch.zeros(4, 2048, dtype=torch.int32, device=world.device)
+    selected = plan.select_slots(positions, world.table(4, 40))
+    assert_only_the_library(plan, plan.new_query(), cache, selected, less=1)
 
 
 # --- steps that overtake each other ---------------------------------------------------------------------------------------

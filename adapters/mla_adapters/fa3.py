@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mla_backends import ops
 from mla_backends.adapter import Absent, Adapter, HostLengths, Kernel, Provider, Step
 from mla_backends.cache import PagedCache
 from mla_backends.device import Device
@@ -254,19 +253,18 @@ class SparseKernel(Kernel):
         problem, rows = step.problem, step.batch * step.q_len
         topk = problem.topk
         assert topk is not None
+        assert step.slots is not None
         self._lead = (step.batch, step.q_len)
         self._needs_lse = problem.needs_lse
         self._splits = _num_splits(problem, rows=rows * step.heads, requests=rows, keys=topk)
-        self._table = torch.zeros(rows, topk, dtype=torch.int32, device=step.device)
-        self._counts = torch.zeros(rows, dtype=torch.int32, device=step.device)
         self._fwd = library.fwd
         self._rest = _placed(
             library.fwd,
             {
-                "seqused_k": self._counts,
+                "seqused_k": step.slot_counts,
                 "max_seqlen_q": 1,
                 "max_seqlen_k": topk,
-                "page_table": self._table,
+                "page_table": step.slots.flatten(0, 1),
                 "softmax_scale": step.softmax_scale,
                 "is_causal": False,
                 "num_splits": self._splits,
@@ -277,15 +275,6 @@ class SparseKernel(Kernel):
     def run(
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        assert indices is not None
-        ops.compact_slots(
-            self._table,
-            self._counts,
-            indices if indices.ndim == 2 else indices.flatten(0, 1),
-            cache.num_slots,
-            page_size=cache.page_size,
-            rows_per_page=cache.rows_per_page,
-        )
         rows = cache.by_row
         rope, latent, given = _by_row(query.rope), _by_row(query.latent), None if out is None else _by_row(out)
         decoded, lse, *_ = self._fwd(rope, rows.rope_heads, rows.latent_heads, None, None, latent, given, *self._rest)
@@ -295,7 +284,7 @@ class SparseKernel(Kernel):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "kernel": "compact_slots, then fwd over pages of one row",
+            "kernel": "fwd over pages of one row",
             "most_splits": self._splits or "the library's, by topk",
         }
 
