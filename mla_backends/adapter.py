@@ -151,7 +151,8 @@ class Kernel(ABC):
             out: [B, q, H, L] or [T, H, L] to write into; only where the conventions say `writes_out`.
 
         Returns:
-            out, and lse in the kernel's own axes, base and empty value; None where the problem needs none.
+            out, a tensor of this call alone unless it is the one given, which the plan may change the shape of; and lse in
+            the kernel's own axes, base and empty value, None where the problem needs none.
         """
 
     def update(self, lengths: HostLengths | None) -> None:  # noqa: B027, a kernel may have nothing to plan

@@ -78,7 +78,10 @@ class Op:
         export = function(self.name)
         if export is None:
             return False
-        return bool((self._cuda_form or export)(first, *args))
+        try:
+            return bool((self._cuda_form or export)(first, *args))
+        except TypeError:  # TVM-FFI's, before anything is done: an argument is of another kind altogether
+            return False
 
     def __call__(self, is_cuda: bool, first: Tensor | None, *args: Any) -> None:
         """Run on checked arguments, of which there is something to write."""

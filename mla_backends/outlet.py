@@ -99,11 +99,11 @@ class Outlet:
             written: raw is the caller's out already.
         """
         is_flat = query.latent.ndim == 3
-        raw = self._rows(raw, is_flat)
+        rows = out if written and out is not None else self._rows(raw, is_flat)
         ours = None if raw_lse is None or not self._problem.needs_lse else self._ordered(raw_lse, is_flat)
         if (self._overwrites or self._converts) and not self._is_settled():
             ops.finish_rows(
-                raw if self._overwrites else None,
+                rows if self._overwrites else None,
                 ours if lse is None else lse,
                 ours,
                 self._lengths,
@@ -116,8 +116,8 @@ class Outlet:
         elif lse is not None and ours is not None:
             lse.copy_(ours)
         if out is not None and not written:
-            out.copy_(raw)
-        return Decoded(raw if out is None else out, ours if lse is None else lse)
+            out.copy_(rows)
+        return Decoded(rows if out is None else out, ours if lse is None else lse)
 
     def _is_settled(self) -> bool:
         """No row is empty in this run, and in none that a graph captured from it may replay."""
@@ -141,6 +141,8 @@ class Outlet:
     def _rows(self, raw: Tensor, is_flat: bool) -> Tensor:
         """The kernel's out [B, q, H', L] or [T, H', L] with our heads; [B, H, L] for a query without the axis of q."""
         if is_flat and raw.ndim == 4:
+            if not self._is_padded:
+                return raw.squeeze_(1)  # nobody else has this tensor, and a view costs the host more
             batch, _, head, value = raw.stride()
             return raw.as_strided((raw.shape[0], self._num_heads, raw.shape[3]), (batch, head, value))
         return raw.narrow(-2, 0, self._num_heads) if self._is_padded else raw

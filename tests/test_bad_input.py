@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from mla_backends import (
     ops,
 )
 
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 BACKEND = get_backend("cpu")
 CACHE = PagedCache.allocate(8, 64, "bf16", "cpu")
 TABLE = torch.zeros(2, 4, dtype=torch.int32)
@@ -473,16 +475,18 @@ def test_a_single_problem_is_warmed_up_as_a_list_of_one() -> None:
     assert str(BACKEND.warmup(Problem(16))).startswith("num_heads=16: eager, error ")
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
 @pytest.mark.parametrize("given", [None, [[0.0]], 3])
-def test_an_op_is_refused_what_is_no_tensor(given: object) -> None:
-    rows, slots = torch.zeros(2, 3, 576), torch.zeros(2, dtype=torch.int64)
+def test_an_op_is_refused_what_is_no_tensor(given: object, device: str) -> None:
+    zeros = partial(torch.zeros, device=device)
+    rows, slots = zeros(2, 3, 576), zeros(2, dtype=torch.int64)
     calls: list[tuple[Callable[..., object], tuple[object, ...]]] = [
-        (ops.batched_matmul, (torch.zeros(1, 2, 3), given, torch.zeros(1, 2, 3))),
+        (ops.batched_matmul, (zeros(1, 2, 3), given, zeros(1, 2, 3))),
         (ops.concat_nope_rope, (rows, given, rows[..., :64])),
         (ops.write_cache, (rows, given, rows[0, :2, :64], slots, "fp32")),
-        (ops.write_indexer_cache, (torch.zeros(2, 4, 132, dtype=torch.uint8), given, slots)),
-        (ops.select_slots, (torch.zeros(1, 2, dtype=torch.int32), given, torch.zeros(1, 1, dtype=torch.int32), 64)),
-        (ops.merge_partials, (given, torch.zeros(1, 2, 3))),
+        (ops.write_indexer_cache, (zeros(2, 4, 132, dtype=torch.uint8), given, slots)),
+        (ops.select_slots, (zeros(1, 2, dtype=torch.int32), given, zeros(1, 1, dtype=torch.int32), 64)),
+        (ops.merge_partials, (given, zeros(1, 2, 3))),
     ]
     for op, arguments in calls:
         with pytest.raises(InvalidInput, match=rf"is a {type(given).__name__}, it takes a tensor"):
