@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,21 +195,30 @@ class Point:
         return lambda c: wrapper.run(query=query, kv_cache=(c.data[..., :512], c.data[..., 512:]))
 
 
-INSTANCES = 3
+INSTANCES = 4
+
+
+def _some_memory() -> torch.Tensor:
+    return torch.empty(random.randint(1, 64) << 20, dtype=torch.uint8, device="cuda")
 
 
 def measure(point: Point, *, replays: int) -> dict[str, Any]:
     """Ours and direct at one point, interleaved.
 
-    Of each the median of some instances, as where a scratch buffer happens to lie counts for some percent; how far those
-    of the direct call lie apart is the spread.
+    Where its buffers happen to lie counts for as much as 5% of a call, the same one or not: so of each the least of some
+    instances, with memory of any size between them; how far those of the direct call lie apart is the spread.
     """
-    made = [point.ours() for _ in range(INSTANCES)]
-    calls = [calls for _, calls in made] + [point.direct(plan) for plan, _ in made]
+    ours_made, direct_made, between = [], [], []
+    for _ in range(INSTANCES):
+        plan, calls = point.ours()
+        ours_made.append(calls)
+        between.append(_some_memory())
+        direct_made.append(point.direct(plan))
+        between.append(_some_memory())
     times = max(1, math.ceil(10 / len(point.layers)))
-    graphs = [graph_of(some * times) for some in calls]
+    graphs = [graph_of(calls * times) for calls in (*ours_made, *direct_made)]
     per_run = [t / (len(point.layers) * times) for t in interleaved(graphs, replays=replays)]
-    ours, direct = (statistics.median(some) for some in (per_run[:INSTANCES], per_run[INSTANCES:]))
+    ours, direct = min(per_run[:INSTANCES]), min(per_run[INSTANCES:])
     return {
         "case": point.case, "heads": point.heads, "batch": point.batch, "length": point.length,
         "ours_us": ours, "direct_us": direct, "ratio": ours / direct, "instances_us": per_run,

@@ -41,6 +41,9 @@ Instance = tuple[object, ...]
 _SEQ_LENS = (130, 7)
 """Keys of the two requests: over two pages of 64, and under one."""
 
+_SHORT, _LONG = 256, 512
+"""Keys that a request may have: kernels are of another kind where a capacity lets them split a request's keys."""
+
 
 class Proofs:
     """What has been proved in this process: by instance, the error that was found or why it is refused."""
@@ -87,7 +90,12 @@ def _instance(adapter: Adapter, problem: Problem, where: torch.device) -> Instan
         problem.topk is not None,
         problem.attn_sink,
         problem.batch_invariant,
+        _capacity(problem),
     )
+
+
+def _capacity(problem: Problem) -> int:
+    return _SHORT if problem.max_seq_len is not None and problem.max_seq_len <= _SHORT else _LONG
 
 
 def prove(adapter: Adapter, serving: Serving, problem: Problem, device: Device, where: torch.device) -> float | Refusal:
@@ -119,7 +127,8 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
 
     page_size, heads = problem.page_size, problem.num_heads
     width, rope_width = problem.kv_lora_rank, problem.qk_rope_head_dim
-    columns = -(-max(_SEQ_LENS) // page_size)
+    capacity = _capacity(problem)
+    columns = -(-capacity // page_size)
     layout = format_named(problem.cache_format)
     cache = PagedCache.allocate(
         2 * columns + 1,
@@ -132,7 +141,7 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
     slots = torch.arange(cache.num_slots, device=where)
     stored: torch.dtype = getattr(torch, layout.query_dtype)
     cache.write(normal(len(slots), width).to(stored), normal(len(slots), rope_width).to(stored), slots)
-    tiny = replace(problem, batch=2, q_len=min(problem.q_len, MOST_ROWS), max_seq_len=max(_SEQ_LENS))
+    tiny = replace(problem, batch=2, q_len=min(problem.q_len, MOST_ROWS), max_seq_len=capacity)
     recipe = Recipe(
         adapter=adapter,
         serving=serving,
@@ -142,7 +151,7 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
         num_pages=cache.num_pages,
         softmax_scale=(width + rope_width) ** -0.5 * 4,
         q_dtype=_model_dtype(problem),
-        max_seq_len=max(_SEQ_LENS),
+        max_seq_len=capacity,
         attn_sink=normal(heads) if problem.attn_sink else None,
         workspace=_workspace(adapter, tiny, device, where),
         q_scale=None if problem.measured_q_scale else 0.01,
@@ -209,5 +218,5 @@ def _model_dtype(problem: Problem) -> torch.dtype:
 
 
 def _workspace(adapter: Adapter, problem: Problem, device: Device, where: torch.device) -> torch.Tensor | None:
-    size = adapter.workspace_bytes(problem, device, max_batch=2, max_seq_len=max(_SEQ_LENS))
+    size = adapter.workspace_bytes(problem, device, max_batch=2, max_seq_len=_capacity(problem))
     return torch.zeros(size, dtype=torch.uint8, device=where) if size else None
