@@ -33,10 +33,14 @@ def defaults() -> Any:
 
 
 @pytest.mark.usefixtures("defaults")
-def test_the_ten_lines_run() -> None:
+def test_the_ten_lines_and_those_of_sparse_decode_run() -> None:
     names: dict[str, Any] = {}
     exec(blocks()[0], names)
     assert names["out"].shape == (1, 16, 128)
+    assert names["out"].isfinite().all()
+    assert names["out"].any()
+    exec(blocks()[1], names)
+    assert names["out"].shape == (1, 16, 512)
     assert names["out"].isfinite().all()
     assert names["out"].any()
 
@@ -45,7 +49,7 @@ def test_the_example_of_an_adapter_is_listed_and_explained(monkeypatch: pytest.M
     # Judged for a machine that is not this one, where nobody asks what is installed.
     monkeypatch.setattr(Device, "here", lambda device=None: Device(None, "cpu"))
     names: dict[str, Any] = {"__name__": "example"}
-    exec(blocks()[1], names)
+    exec(blocks()[2], names)
     backend = get_backend((9, 0), adapters=names["ADAPTERS"])
     assert [v.runs for v in backend.explain(Problem(16))] == [True]
     refused = str(get_backend((10, 0), adapters=names["ADAPTERS"]).explain(Problem(16, page_size=32)))
