@@ -5,6 +5,8 @@ On a CPU that is the eager adapter; on a GPU the same tests run for every kernel
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -177,3 +179,18 @@ def sparse_graphs(sparse: World) -> World:
     if sparse.device.type != "cuda":
         pytest.skip("there are no CUDA graphs on a CPU")
     return sparse
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def no_waits() -> Callable[[], AbstractContextManager[None]]:
+    """A context that raises where the host waits for the device."""
+    return _no_waits

@@ -5,8 +5,7 @@ What needs a GPU is skipped on a CPU; the updates that a graph would be replayed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -37,16 +36,6 @@ def captured(run: Callable[[], Decoded]) -> tuple[torch.cuda.CUDAGraph, Decoded]
     with torch.cuda.graph(graph):
         result = run()
     return graph, result
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # --- updates --------------------------------------------------------------------------------------------------------------
@@ -295,7 +284,7 @@ def test_an_unproved_plan_is_refused_while_a_graph_is_captured(graphs: Any, monk
 # --- waits, memory, streams -----------------------------------------------------------------------------------------------
 
 
-def test_a_step_waits_for_nothing(graphs: Any) -> None:
+def test_a_step_waits_for_nothing(no_waits: Any, graphs: Any) -> None:
     world, columns = graphs, -(-640 // graphs.page_size)
     cache, query = world.cache(), world.query(4)
     first = step_of(world, (64,) * 4, columns, 0)

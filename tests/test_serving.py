@@ -10,8 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +37,6 @@ def captured(run: Callable[[], Decoded]) -> tuple[torch.cuda.CUDAGraph, Decoded]
 
 def copied(decoded: Decoded) -> Decoded:
     return Decoded(decoded.out.clone(), None if decoded.lse is None else decoded.lse.clone())
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def step_of(world: Any, lens: tuple[int, ...], columns: int, seed: int, *, pages: int = 24) -> dict[str, Tensor]:
@@ -126,7 +115,7 @@ def test_one_graph_a_batch_size_over_one_sparse_plan(sparse_graphs: Any) -> None
             world.assert_close(result, world.sparse_truth(queries[n], cache, indices[n]))
 
 
-def test_a_sparse_step_waits_for_nothing_and_keeps_no_memory(sparse_graphs: Any) -> None:
+def test_a_sparse_step_waits_for_nothing_and_keeps_no_memory(no_waits: Any, sparse_graphs: Any) -> None:
     world = sparse_graphs
     cache, query = world.cache(), world.query(4)
     plan = world.plan(cache, None, None, topk=64, max_batch=4)
@@ -393,7 +382,7 @@ def test_updates_inside_and_outside_of_inference_mode_follow_each_other(world: A
 # --- a measured scale -----------------------------------------------------------------------------------------------------
 
 
-def test_a_query_with_a_measured_scale_is_captured_and_knows_the_live_rows(graphs: Any) -> None:
+def test_a_query_with_a_measured_scale_is_captured_and_knows_the_live_rows(no_waits: Any, graphs: Any) -> None:
     world, columns = graphs, -(-640 // graphs.page_size)
     world.need(measured_q_scale=True)
     world.q_scale = None
