@@ -196,8 +196,8 @@ class Adapter(ABC):
         return 0
 
     def refusals(self, problem: Problem, device: Device, *, forced: bool = False) -> tuple[Refusal, ...]:
-        """Every limit that the problem or the device breaks, and strides that are not honoured. Pure: no kernel library is
-        touched.
+        """Every limit that the problem or the device breaks, and heads and strides that the conventions rule out. Pure: no
+        kernel library is touched.
 
         Args:
             forced: the caller named this adapter, which waives preferences.
@@ -209,6 +209,10 @@ class Adapter(ABC):
             refusal = rule.refusal(problem, device)
             if refusal is not None:
                 broken.append(refusal)
+        heads = self.conventions_of(problem).heads
+        if heads is not None and problem.num_heads > heads[-1] and not any(r.subject == "num_heads" for r in broken):
+            taken, source = f"at most {heads[-1]}", f"conventions of {self.name}"
+            broken.append(Refusal("num_heads", str(problem.num_heads), taken, source))
         is_strided = problem.page_stride is not None or not problem.packed_rows
         if is_strided and not self.conventions_of(problem).strides:
             found = "the cache has other memory between its pages or rows"

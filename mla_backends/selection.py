@@ -6,6 +6,8 @@ looks at each one; positions cost none there, as selecting them leaves nothing t
 
 from __future__ import annotations
 
+from weakref import WeakValueDictionary
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from mla_backends.steps import check_tensor
 from mla_backends.support import Conventions
 
 __all__ = ["Selection"]
+
+_LIVING: WeakValueDictionary[int, Selection] = WeakValueDictionary()
+"""By the address of their table."""
 
 
 class Selection:
@@ -58,6 +63,8 @@ class Selection:
         self._page_size, self._num_slots = problem.page_size, num_pages * problem.page_size
         self._rows_per_page = problem.page_stride or problem.page_size
         self._is_selected = False
+        self._address = self._flat.data_ptr()
+        _LIVING[self._address] = self
 
     def select(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> Tensor:
         """Fill the table from positions; one launch.
@@ -99,6 +106,8 @@ class Selection:
         if indices is self.selected:
             self._check_selection(cache)
             return self.table
+        if isinstance(indices, Tensor) and (owner := _LIVING.get(indices.data_ptr())) is not None and indices.numel():
+            return self._of_a_selection(indices, owner, cache)
         if (
             type(indices) is not Tensor
             or indices.dtype is not torch.int32
@@ -129,6 +138,18 @@ class Selection:
                 page_size=self._page_size,
                 rows_per_page=cache.rows_per_page,
             )
+        return self.table
+
+    def _of_a_selection(self, indices: Tensor, owner: Selection, cache: PagedCache) -> Tensor:
+        """The table, where `indices` is all of it under another shape."""
+        if owner is not self:
+            raise InvalidInput("indices is another plan's selection; call select_slots on this plan")
+        if indices.numel() != self._flat.numel() or not indices.is_contiguous():
+            raise InvalidInput(
+                f"indices is a part of this plan's selection, {list(indices.shape)} of {list(self.selected.shape)}, "
+                f"it takes what select_slots returned"
+            )
+        self._check_selection(cache)
         return self.table
 
     def _check_selection(self, cache: PagedCache) -> None:

@@ -282,7 +282,7 @@ class Conventions:
         writes_out: the kernel can write into a given `out`.
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
-        lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than float32.
+        lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than what the formats allow; else 0.
         slots: how a sparse kernel reads its keys, and what brings them there. sanitize_slots: slots, -1 for every one
             outside the cache. compact_slots: row ids, slot // page_size * (rows from page to page) + slot % page_size, the
             valid ones first, and how many those are.
@@ -301,7 +301,7 @@ class Conventions:
     strides: bool = True
     writes_out: bool = False
     metadata: Literal["op", "first_run", "host", "none"] = "none"
-    lse_precision: float = 1e-3
+    lse_precision: float = 0.0
     slots: Literal["sanitize_slots", "compact_slots"] = "sanitize_slots"
     topk_multiple: int = 1
     table_columns: int = 1

@@ -8,6 +8,7 @@
 gives, under pytest, one test a stated limit (each broken alone is the one reason given; on any machine)
 and one a condition that the limits take (numbers, empty rows, bit-identity on a strided layer; where the
 kernel can run). A condition that a limit refuses is a test too: that it is refused for just that reason.
+And one that holds a single plan against fresh ones over layers, steps and batch sizes.
 
 A kernel that cannot run here is a skip whose text is the verdict; MLA_MUST_RUN=name,name turns such a skip
 into a failure.
@@ -26,6 +27,7 @@ from mla_backends.adapter import Adapter
 from mla_backends.backend import Backend, get_backend
 from mla_backends.catalogue import Broken, installed
 from mla_backends.device import Device
+from mla_backends.endurance import Endurance
 from mla_backends.errors import NoAdapterRuns
 from mla_backends.problem import Problem
 from mla_backends.support import Joint, Limit
@@ -219,6 +221,14 @@ class Conformance:
         record_property("out_error", outcome.out_error)
         record_property("lse_error", outcome.lse_error)
         assert outcome.faults(condition) == ()
+
+    def test_a_plan_serves_layer_after_layer_and_step_after_step(self, adapter: Adapter, record_property: Any) -> None:
+        record_property("adapter", adapter.name)
+        record_property("condition", "steps")
+        backend = get_backend(adapter=adapter.name, adapters=[adapter])
+        require_device(adapter, backend)
+        q_scale = None if adapter.conventions.query_dtype is None else 0.01
+        assert Endurance(backend, next(conditions(adapter)), q_scale=q_scale).faults() == ()
 
 
 def _field(rule: Limit) -> str:

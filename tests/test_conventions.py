@@ -336,3 +336,21 @@ def test_a_row_before_a_short_requests_first_key_is_empty_though_the_request_is_
 def test_what_empty_rows_may_be_is_one_of_two_words() -> None:
     with pytest.raises(InvalidInput, match="empty_rows is 'nan', it takes 'exact' or 'any'"):
         made_plan(KEPT[0], [1, 2, 3], empty_rows="nan")
+
+
+def test_more_heads_than_a_kernel_has_a_count_for_are_refused() -> None:
+    adapter = Contrary("few heads", Conventions(query="packed", heads=(4, 8)))
+    assert not adapter.refusals(Problem(8), Device())
+    assert [str(r) for r in adapter.refusals(Problem(9), Device())] == [
+        "num_heads is 9, it takes at most 8 [conventions of few heads]"
+    ]
+    assert [r.source for r in adapter.refusals(Problem(129), Device())] == ["a test"]  # its own limit says it once
+
+
+def test_float32_is_held_to_float32s_precision() -> None:
+    trial = Trial(replace(BASE, cache_format="fp32"), "cpu")
+    outcome = trial.run(get_backend("cpu"))
+    assert outcome.faults(trial.condition) == ()
+    coarse = replace(outcome, lse_error=5e-4)
+    assert coarse.faults(trial.condition) == ("lse is off by 5.00e-04, allowed 1e-05",)
+    assert replace(coarse, facts={**coarse.facts, "lse_precision": 1e-3}).faults(trial.condition) == ()

@@ -29,7 +29,8 @@ FLOORS = (
     "backend",
     "__init__",
     "trials timing",
-    "testing compare support_table",
+    "endurance compare support_table",
+    "testing",
     "cli",
 )
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}

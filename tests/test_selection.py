@@ -94,7 +94,7 @@ def test_each_batch_size_has_a_selection_of_its_own(sparse: Any) -> None:
         query = sparse.query(n)
         want = sparse.sparse_truth(query, cache, slots)
         sparse.assert_close(whole.at(n).run(query, cache, indices=selected), want)
-        with pytest.raises(InvalidInput, match="indices is"):
+        with pytest.raises(InvalidInput, match="indices is another plan's selection"):
             whole.at(6 - n).run(sparse.query(6 - n), cache, indices=selected)
 
 
@@ -113,6 +113,25 @@ def test_a_selection_that_other_slots_have_overwritten_is_refused(sparse: Any) -
         plan.run(query, cache, indices=selected)
     assert plan.select_slots(positions, table) is selected
     assert sparse.same(plan.run(query, cache, indices=selected), want)
+
+
+def test_a_selection_is_known_by_its_memory_and_no_others(sparse: Any) -> None:
+    cache, query = sparse.cache(), sparse.query(3)
+    plan, other = plan_of(sparse, cache, 3), plan_of(sparse, cache, 3)
+    positions, table = positions_of(sparse, cache, 3)
+    selected = plan.select_slots(positions, table)
+    want = plan.run(query, cache, indices=selected)
+    for same in (selected[:], selected.unsqueeze(1), selected.view(-1)):
+        assert sparse.same(plan.run(query, cache, indices=same), want)
+    for part in (selected[:2], selected[:, :1], selected.t()):
+        with pytest.raises(InvalidInput, match="is a part of this plan's selection"):
+            plan.run(query, cache, indices=part)
+    with pytest.raises(InvalidInput, match="is another plan's selection; call select_slots on this plan"):
+        plan.run(query, cache, indices=other.select_slots(positions, table))
+    assert sparse.same(plan.run(query, cache, indices=selected), want)
+    del other
+    gone = slots_of(positions, table, cache)
+    assert sparse.same(plan.run(query, cache, indices=gone), want)
 
 
 def test_positions_that_do_not_fit_are_refused_and_leave_the_selection(sparse: Any) -> None:

@@ -1,0 +1,164 @@
+"""One plan over several layers and steps: whatever a kernel keeps from one run to the next shows as a fault.
+
+A single decode proves none of that. Every comparison here is of bits, with a fresh plan or with an earlier run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_backends.backend import Backend
+from mla_backends.cache import PagedCache, UnifiedCache
+from mla_backends.formats import format_named
+from mla_backends.plan import DecodePlan
+from mla_backends.query import Query
+from mla_backends.result import Decoded
+from mla_backends.trials import Condition
+
+__all__ = ["Endurance"]
+
+SCALE = 192**-0.5
+STEPS = ((130, 1, 0, 65), (7, 200, 64, 0), (63, 66), (256, 129, 3, 1))
+"""Keys of the live requests, step by step: longer, shorter, none, and requests that are gone."""
+
+BATCH, MOST_KEYS = 4, 256
+
+
+class Endurance:
+    """A cache of two layers, all rows written, and a query; what `faults` runs over them.
+
+    Args:
+        condition: its heads, format, page size and topk are used, and whether layers are of one slot.
+        q_scale: of an e4m3 query, where the kernel reads one: a measured one is of the whole batch.
+    """
+
+    def __init__(self, backend: Backend, condition: Condition, *, q_scale: float | None) -> None:
+        self._backend, self._condition, self._q_scale = backend, condition, q_scale
+        self._device = backend.torch_device
+        self._generator = torch.Generator().manual_seed(0)
+        self._dtype: torch.dtype = getattr(torch, format_named(condition.cache_format).query_dtype)
+        self._columns = -(-MOST_KEYS // condition.page_size)
+        self._pages = BATCH * self._columns + 3
+        self._layers = self._filled()
+        self._query = Query.from_packed(self._normal(BATCH, condition.num_heads, 576))
+
+    def _normal(self, *shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=self._generator) * 0.3).to(self._dtype).to(self._device)
+
+    def _filled(self) -> list[PagedCache]:
+        c = self._condition
+        pages, size, where = self._pages, c.page_size, self._device
+        if c.layers == 1:
+            layers = [PagedCache.allocate(pages, size, c.cache_format, where) for _ in range(2)]
+        else:
+            slot = UnifiedCache.allocate(pages, 2, size, c.cache_format, where)
+            layers = [slot.layer(0), slot.layer(1)]
+        for layer in layers:
+            slots = torch.arange(layer.num_slots, device=self._device)
+            layer.write(self._normal(len(slots), 512), self._normal(len(slots), 64), slots)
+        return layers
+
+    def _plan(self, step: dict[str, Any], batch: int = BATCH) -> DecodePlan:
+        c = self._condition
+        is_sparse = c.topk is not None
+        return self._backend.plan(
+            self._layers[0],
+            step.get("block_table"),
+            step.get("seq_lens"),
+            num_heads=c.num_heads,
+            softmax_scale=SCALE,
+            q_dtype=self._dtype,
+            topk=c.topk,
+            return_lse=True,
+            max_batch=batch,
+            max_seq_len=None if is_sparse else MOST_KEYS,
+            seq_lens_cpu=step.get("seq_lens_cpu"),
+            q_scale=self._q_scale,
+        )
+
+    def _step(self, lens: tuple[int, ...]) -> dict[str, Any]:
+        """What plan and update take; nothing where the plan is sparse."""
+        if self._condition.topk is not None:
+            return {}
+        host = torch.tensor(lens, dtype=torch.int32)
+        table = torch.randint(0, self._pages, (len(lens), self._columns), generator=self._generator).int()
+        return {"block_table": table.to(self._device), "seq_lens": host.to(self._device), "seq_lens_cpu": host}
+
+    def _indices(self, batch: int = BATCH) -> Tensor | None:
+        if self._condition.topk is None:
+            return None
+        end = self._layers[0].num_slots
+        slots = torch.randint(-end // 4, end + end // 4, (batch, self._condition.topk), generator=self._generator)
+        return slots.int().to(self._device)
+
+    def faults(self) -> tuple[str, ...]:
+        """What is wrong, in words; empty when nothing is."""
+        return tuple(dict.fromkeys((*self._of_runs(), *self._of_steps())))
+
+    def _of_runs(self) -> Iterator[str]:
+        """Of one step: a run leaves the query and the results before it alone, and writes what it is given."""
+        plan, indices = self._plan(self._step(STEPS[0])), self._indices()
+        before = _bytes(self._query.packed).clone()
+        first = plan.run(self._query, self._layers[0], indices=indices)
+        if not torch.equal(_bytes(self._query.packed), before):
+            yield "a run wrote into the query that it was given"
+            return
+        kept = _copied(first)
+        plan.run(self._query, self._layers[1], indices=indices)
+        if not _is_same(first, kept):
+            yield "a run wrote into the result of the run before it"
+        out, lse = torch.full_like(kept.out, torch.nan), torch.full_like(kept.lse, torch.nan)  # type: ignore[arg-type]
+        got = plan.run(self._query, self._layers[0], indices=indices, out=out, lse=lse)
+        if got.out is not out or got.lse is not lse or not _is_same(got, kept):
+            yield "what was written into out= and lse= is not what a run gives without them"
+
+    def _of_steps(self) -> Iterator[str]:
+        """Of many: a plan that is updated, refreshed, or viewed at a smaller batch is a fresh one."""
+        plan = self._plan(self._step(STEPS[0]))
+        for lens in STEPS:
+            step, indices = self._step(lens), self._indices()
+            if step:
+                plan.update(**step)
+            for layer in self._layers:
+                got = plan.run(self._query, layer, indices=indices)
+                if not _is_same(got, self._plan(step).run(self._query, layer, indices=indices)):
+                    yield "after update a plan decodes another step than the one that it was given"
+        step, indices = self._step(STEPS[0]), self._indices()
+        if step and plan.update_mode == "device":
+            assert plan.block_table is not None
+            assert plan.seq_lens is not None
+            plan.block_table.zero_()
+            plan.block_table[:, : self._columns] = step["block_table"]
+            plan.seq_lens.copy_(step["seq_lens"])
+            plan.refresh()
+            want = self._plan(step).run(self._query, self._layers[0])
+            if not _is_same(plan.run(self._query, self._layers[0]), want):
+                yield "after refresh a plan decodes another step than the one in its buffers"
+        step, indices = self._step(STEPS[2]), self._indices(2)
+        view, query = plan.at(2), Query.from_packed(self._query.packed[:2])
+        if step:
+            view.update(**step)
+        want = self._plan(step, 2).run(query, self._layers[0], indices=indices)
+        if not _is_same(view.run(query, self._layers[0], indices=indices), want):
+            yield "a view at a smaller batch decodes otherwise than a plan of that batch"
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+def _copied(decoded: Decoded) -> Decoded:
+    return Decoded(decoded.out.clone(), None if decoded.lse is None else decoded.lse.clone())
+
+
+def _is_same(a: Decoded, b: Decoded) -> bool:
+    """Equality to the bit, so that a NaN is equal to itself and to no other."""
+    assert a.lse is not None
+    assert b.lse is not None
+    return torch.equal(_bytes(a.out.contiguous()), _bytes(b.out.contiguous())) and torch.equal(
+        _bytes(a.lse.contiguous()), _bytes(b.lse.contiguous())
+    )

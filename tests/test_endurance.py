@@ -1,0 +1,133 @@
+"""What the conformance suite finds in kernels that give one right answer and then go wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mla_backends import PagedCache, Query, get_backend
+from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
+from mla_backends.catalogue import installed
+from mla_backends.endurance import Endurance
+from mla_backends.problem import Problem
+from mla_backends.support import Conventions, Limit, Range
+from mla_backends.trials import Condition
+
+EAGER = next(entry for entry in installed() if entry.name == "eager")
+assert isinstance(EAGER, Adapter)
+
+
+class Right(Kernel):
+    def __init__(self, step: Step) -> None:
+        assert isinstance(EAGER, Adapter)
+        self.step, self.inner = step, EAGER.plan(step, None)
+
+    def run(
+        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return self.inner.run(query, cache, indices, None)
+
+
+class Stale(Right):
+    """Plans once, and keeps its own copy of lengths and table."""
+
+    def __init__(self, step: Step) -> None:
+        assert step.seq_lens is not None
+        assert step.block_table is not None
+        super().__init__(replace(step, seq_lens=step.seq_lens.clone(), block_table=step.block_table.clone()))
+
+
+class Late(Right):
+    """Plans at update, and so misses what an engine writes into the buffers unless refresh plans too: here it does not."""
+
+    def update(self, lengths: HostLengths | None) -> None:
+        self.updates = getattr(self, "updates", 0) + 1
+        if self.updates <= 1 + 4:
+            step = self.step
+            assert isinstance(EAGER, Adapter)
+            assert step.seq_lens is not None
+            assert step.block_table is not None
+            kept = replace(step, seq_lens=step.seq_lens.clone(), block_table=step.block_table.clone())
+            self.inner = EAGER.plan(kept, None)
+
+
+class OneBuffer(Right):
+    """Returns the same memory at each run."""
+
+    kept: tuple[Tensor, Tensor] | None = None
+
+    def run(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().run(*given)
+        assert lse is not None
+        if self.kept is None:
+            self.kept = out.clone(), lse.clone()
+        self.kept[0].copy_(out.view(self.kept[0].shape))
+        self.kept[1].copy_(lse)
+        return self.kept[0].view(out.shape), self.kept[1]
+
+
+class Writer(Right):
+    """Scales the query that it was given, in place."""
+
+    def run(self, query: Query, *rest: Any) -> tuple[Tensor, Tensor | None]:
+        result = super().run(query, *rest)
+        query.latent.mul_(2)
+        return result
+
+
+class Whole(Right):
+    """Of a smaller batch decodes the wrong requests."""
+
+    def __init__(self, step: Step) -> None:
+        if step.batch == 2 and step.seq_lens is not None and step.block_table is not None:
+            step = replace(step, seq_lens=step.seq_lens.flip(0))
+        super().__init__(step)
+
+
+class Wrapped(Adapter):
+    name = "wrapped"
+    support = (Limit(Problem, "num_heads", Range(1, tested=(16,)), (), source="a test"),)
+    conventions = Conventions(query="split")
+
+    def __init__(self, kernel: type[Right], **changed: Any) -> None:
+        self.kernel = kernel
+        self.conventions = replace(self.conventions, metadata="op", **changed)  # type: ignore[misc]
+
+    def plan(self, step: Step, library: Any) -> Kernel:
+        return self.kernel(step)
+
+
+DENSE, SPARSE = Condition(), Condition(topk=64)
+
+
+def faults_of(adapter: Wrapped, condition: Condition) -> tuple[str, ...]:
+    return Endurance(get_backend("cpu", adapters=[adapter]), condition, q_scale=None).faults()
+
+
+@pytest.mark.parametrize("condition", [DENSE, SPARSE, Condition(layers=1, layer=0, page_size=16)], ids=str)
+def test_a_kernel_that_keeps_nothing_has_no_fault(condition: Condition) -> None:
+    assert faults_of(Wrapped(Right), condition) == ()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "condition", "says"),
+    [
+        (Wrapped(Stale), DENSE, "after update a plan decodes another step"),
+        (Wrapped(Late), DENSE, "after refresh a plan decodes another step"),
+        (Wrapped(OneBuffer), DENSE, "wrote into the result of the run before it"),
+        (Wrapped(OneBuffer), SPARSE, "wrote into the result of the run before it"),
+        (Wrapped(Writer), DENSE, "wrote into the query that it was given"),
+        (Wrapped(Writer), SPARSE, "wrote into the query that it was given"),
+        (Wrapped(Right, writes_out=True), DENSE, r"written into out= and lse= is not what a run gives"),
+        (Wrapped(Whole), DENSE, "a view at a smaller batch decodes otherwise"),
+    ],
+    ids=lambda x: x.kernel.__name__ if isinstance(x, Wrapped) else None,
+)
+def test_each_kind_of_memory_is_found(
+    adapter: Wrapped, condition: Condition, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLA_BACKENDS_CANARY", "0")  # which sees some of them
+    assert any(says in fault for fault in faults_of(adapter, condition))
