@@ -88,6 +88,8 @@ class AbsorbWeights:
             )
         if weight.dtype not in (*_PLAIN, _E4M3):
             raise InvalidInput(f"weight is {weight.dtype}, it takes bfloat16, float16, float32 or float8_e4m3fn")
+        if dtype is not None and dtype not in _PLAIN:
+            raise InvalidInput(f"dtype is {dtype!r}, it takes torch.bfloat16, torch.float16 or torch.float32")
         weight = weight.detach()
         if weight.dtype == _E4M3:
             weight, dtype = _dequantized(weight, scale, block), dtype or torch.bfloat16

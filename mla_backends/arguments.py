@@ -5,19 +5,18 @@ Every function raises `InvalidInput` and touches no kernel library.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from mla_backends.cache import PagedCache
-from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.errors import InvalidInput, real_number, whole_number
 from mla_backends.formats import is_float32_scale
 from mla_backends.problem import Problem
 from mla_backends.steps import StepInput, check_tensor
 
 __all__ = [
     "check_cache",
+    "check_flags",
     "check_kind",
     "check_numbers",
     "check_problem",
@@ -42,9 +41,9 @@ def check_cache(cache: PagedCache, where: torch.device) -> None:
             f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
         )
     if cache.device != where:
-        raise InvalidInput(
-            f"the cache is on {cache.device}, this backend is of {where}; get_backend(device={str(cache.device)!r})"
-        )
+        runs = cache.device.type in ("cpu", "cuda")
+        cure = f"get_backend(device={str(cache.device)!r})" if runs else f"make a cache on {where}"
+        raise InvalidInput(f"the cache is on {cache.device}, this backend is of {where}; {cure}")
 
 
 def check_kind(step: StepInput, topk: int | None, max_batch: int | None) -> None:
@@ -64,25 +63,32 @@ def check_kind(step: StepInput, topk: int | None, max_batch: int | None) -> None
         )
 
 
-def check_numbers(*, num_heads: int, softmax_scale: float, q_len: int) -> None:
-    """Refuse counts and a scale that no decode has."""
-    whole_number("num_heads", num_heads)
-    whole_number("q_len", q_len, least=0)
-    if (
-        isinstance(softmax_scale, bool)
-        or not isinstance(softmax_scale, int | float)
-        or not math.isfinite(softmax_scale)
-        or softmax_scale <= 0
-    ):
+def check_numbers(*, num_heads: int, softmax_scale: float, q_len: int) -> tuple[int, float, int]:
+    """The counts and the scale as plain numbers; refuses those that no decode has."""
+    num_heads = whole_number("num_heads", num_heads)
+    q_len = whole_number("q_len", q_len, least=0)
+    scale = real_number(softmax_scale)
+    if not is_float32_scale(scale):
         raise InvalidInput(
-            f"softmax_scale is {softmax_scale!r}, it takes a positive finite number; softmax_scale(config) knows a model's"
+            f"softmax_scale is {softmax_scale!r}, it takes a number that is positive and finite in float32; "
+            f"softmax_scale(config) knows a model's"
         )
+    return num_heads, scale, q_len
 
 
-def check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
-    """Refuse an e4m3 query's scale that is no positive finite float32, where the host can know it."""
+def check_flags(**flags: bool) -> None:
+    """Refuse what is neither True nor False: a tensor would be asked for its value, and a string is always true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidInput(f"{name} is {value!r}, it takes True or False")
+
+
+def check_scale(q_scale: float | Tensor | None, where: torch.device) -> float | Tensor | None:
+    """An e4m3 query's scale, a plain float where it is no tensor; refuses one that is no positive finite float32, where the
+    host can know it.
+    """
     if q_scale is None:
-        return
+        return None
     if isinstance(q_scale, Tensor):
         if q_scale.dtype != torch.float32 or q_scale.numel() != 1 or q_scale.device != where:
             raise InvalidInput(
@@ -90,17 +96,23 @@ def check_scale(q_scale: float | Tensor | None, where: torch.device) -> None:
             )
         if where.type == "cpu" and not is_float32_scale(float(q_scale)):
             raise InvalidInput(f"q_scale holds {float(q_scale)}, it takes a positive finite number")
-        return
-    if isinstance(q_scale, bool) or not isinstance(q_scale, int | float) or not is_float32_scale(q_scale):
+        return q_scale
+    scale = real_number(q_scale)
+    if not is_float32_scale(scale):
         raise InvalidInput(f"q_scale is {q_scale!r}, it takes a number that is positive and finite in float32")
+    return scale
 
 
 def check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
-    """Refuse a sink that is no [H] float32."""
+    """Refuse a sink that is no [H] float32, or holds NaN where the host can know it."""
     check_tensor("attn_sink", sink, f"[{num_heads}] float32")
     if sink.shape != (num_heads,) or sink.dtype != torch.float32 or sink.device != where:
         raise InvalidInput(
             f"attn_sink is {list(sink.shape)} {sink.dtype} on {sink.device}, it takes [{num_heads}] float32 on {where}"
+        )
+    if where.type == "cpu" and bool(sink.isnan().any()):
+        raise InvalidInput(
+            f"attn_sink holds NaN for head {int(sink.isnan().nonzero()[0])}, it takes a logit a head; -inf is none"
         )
 
 

@@ -17,6 +17,7 @@ from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.adapter import Adapter
 from mla_backends.arguments import (
     check_cache,
+    check_flags,
     check_kind,
     check_numbers,
     check_problem,
@@ -36,7 +37,7 @@ from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan, Recipe, cache_facts
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
-from mla_backends.steps import Room, StepInput, check_ints, check_tensor
+from mla_backends.steps import MOST_KEYS, Room, StepInput, check_ints, check_tensor
 from mla_backends.support import Refusal, Verdict, Verdicts
 
 __all__ = ["Backend", "WarmupReport", "get_backend"]
@@ -152,6 +153,8 @@ class Backend:
             NoAdapterRuns: where nothing runs the problem.
         """
         check_problem(problem)
+        max_batch = whole_number("max_batch", max_batch, least=0)
+        max_seq_len = whole_number("max_seq_len", max_seq_len, least=0, most=MOST_KEYS)
         sized = replace(problem, batch=max_batch, max_seq_len=max_seq_len)
         adapter = self._adapter(self._chosen(self.explain(sized)).name)
         return adapter.workspace_bytes(sized, self.device, max_batch=max_batch, max_seq_len=max_seq_len)
@@ -166,6 +169,10 @@ class Backend:
         where = self._here()
         if isinstance(problems, Problem):
             problems = (problems,)
+        if not isinstance(problems, Iterable):
+            raise InvalidInput(
+                f"problems is a {type(problems).__name__}, it takes Problems, as a list or one by itself"
+            )
         lines = []
         for problem in problems:
             start = time.perf_counter()
@@ -232,25 +239,42 @@ class Backend:
         """
         where = self._here()
         check_cache(cache, where)
-        check_numbers(num_heads=num_heads, softmax_scale=softmax_scale, q_len=q_len)
+        num_heads, softmax_scale, q_len = check_numbers(num_heads=num_heads, softmax_scale=softmax_scale, q_len=q_len)
+        check_flags(causal=causal, return_lse=return_lse, batch_invariant=batch_invariant)
         step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
         check_kind(step, topk, max_batch)
         step.check(where)
         batch = whole_number("max_batch", max_batch, least=0) if max_batch is not None else step.live or 0
         if cu_q_lens is not None:
+            if q_len != 1:
+                raise InvalidInput(
+                    f"q_len is {q_len} and cu_q_lens is given, whose queries have each their own; leave q_len out, and give "
+                    f"the most rows of a request as max_q_len"
+                )
             q_len = longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
         elif max_q_len is not None and max_q_len != q_len:
             raise InvalidInput(f"max_q_len is {max_q_len} without cu_q_lens; uniform queries take q_len")
         widest = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
-        capacity = widest if max_seq_len is None else whole_number("max_seq_len", max_seq_len, least=0)
+        if max_seq_len is None:
+            capacity = min(widest, MOST_KEYS)
+        else:
+            capacity = whole_number("max_seq_len", max_seq_len, least=0, most=MOST_KEYS)
         dtype = q_dtype if q_dtype is not None else getattr(torch, format_named(cache.format).query_dtype)
         if not isinstance(dtype, torch.dtype):
             raise InvalidInput(f"q_dtype is {dtype!r}, it takes a torch.dtype such as torch.bfloat16")
         if empty_rows not in ("exact", "any"):
             raise InvalidInput(f"empty_rows is {empty_rows!r}, it takes 'exact' or 'any'")
-        check_scale(q_scale, where)
+        q_scale = check_scale(q_scale, where)
         check_workspace(workspace, where)
-        Room(batch, capacity, cache.page_size, q_len, cu_q_lens is not None, where).check(step)
+        Room(
+            batch=batch,
+            max_seq_len=capacity,
+            page_size=cache.page_size,
+            num_pages=cache.num_pages,
+            q_len=q_len,
+            ragged=cu_q_lens is not None,
+            device=where,
+        ).check(step)
         problem = Problem(
             num_heads,
             batch=batch,
@@ -277,7 +301,7 @@ class Backend:
             device=self.device,
             where=where,
             num_pages=cache.num_pages,
-            softmax_scale=float(softmax_scale),
+            softmax_scale=softmax_scale,
             q_dtype=dtype,
             max_seq_len=capacity,
             attn_sink=None if attn_sink is None else attn_sink.detach().contiguous(),
@@ -328,6 +352,8 @@ class Backend:
             raise InvalidInput(
                 f"q_nope has shape {list(q_nope.shape)}, it takes [B, H, X], [B, q, H, X] or ragged [T, H, X]"
             )
+        if cu_q_lens is not None and q_nope.ndim == 4:
+            raise InvalidInput(f"q_nope has shape {list(q_nope.shape)}, with cu_q_lens it takes [T, H, X], ragged")
         if weights is not None and not isinstance(weights, AbsorbWeights):
             raise InvalidInput(f"weights is a {type(weights).__name__}, it takes AbsorbWeights")
         absorbed = None if weights is not None else Query.from_parts(q_nope, q_pe)

@@ -130,7 +130,15 @@ class Buffers:
 
     @property
     def room(self) -> Room:
-        return Room(self.batch, self.max_seq_len, self.page_size, self.q_len, self.ragged, self.device)
+        return Room(
+            batch=self.batch,
+            max_seq_len=self.max_seq_len,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+            q_len=self.q_len,
+            ragged=self.ragged,
+            device=self.device,
+        )
 
     def check(self, step: StepInput) -> None:
         """Refuse a step that these buffers cannot hold; writes nothing.
@@ -138,7 +146,7 @@ class Buffers:
         Raises:
             InvalidInput: as `Room.check`.
         """
-        self.room.check(step, self.seq_lens if self.device.type == "cpu" else None)
+        self.room.check(step, (self.block_table, self.seq_lens) if self.device.type == "cpu" else None)
 
     def fill(self, step: StepInput) -> None:
         """Write a checked step; rows past the live ones become empty."""
@@ -164,7 +172,7 @@ class Buffers:
         elif self._known is not None:
             self._upload(self._known, self.seq_lens[:live])
         elif table is not None:
-            self.seq_lens[:live].clamp_(max=int(table.shape[1]) * self.page_size)
+            self.seq_lens[:live].clamp_(max=min(self.max_seq_len, int(table.shape[1]) * self.page_size))
         if step.cu_q_lens is not None:
             self.cu_q_lens[: len(step.cu_q_lens)].copy_(step.cu_q_lens)
             if len(step.cu_q_lens) < len(self.cu_q_lens):

@@ -118,6 +118,8 @@ class PagedCache:
         qk_rope_head_dim: int = 64,
     ) -> None:
         layout = layout_of(format, kv_lora_rank, qk_rope_head_dim)
+        # As plain numbers, as layout_of takes numpy's too.
+        kv_lora_rank, qk_rope_head_dim = operator.index(kv_lora_rank), operator.index(qk_rope_head_dim)
         rows = rows_of(data, layout, kv_lora_rank, qk_rope_head_dim)
         num_pages, page_size, _ = rows.shape
         page_stride, row_stride, _ = rows.stride()
@@ -126,9 +128,12 @@ class PagedCache:
         put(self, "data", data)
         put(self, "format", format)
         put(self, "page_size", page_size)
+        put(self, "scale", device_scale(kv_scale, layout, rows.device))
+        # numpy's numbers as plain ones
+        if kv_scale is not None and not isinstance(kv_scale, Tensor) and type(kv_scale) not in (int, float):
+            kv_scale = float(kv_scale)
         put(self, "kv_scale", kv_scale)
         put(self, "number", numbered(self))
-        put(self, "scale", device_scale(kv_scale, layout, rows.device))
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
@@ -281,9 +286,10 @@ class PagedCache:
                 stride leads from each small page to the next.
         """
         f = self.facts
+        page_size = whole_number("page_size", page_size)
         if page_size == f.page_size:
             return self
-        if whole_number("page_size", page_size) > f.page_size or f.page_size % page_size:
+        if page_size > f.page_size or f.page_size % page_size:
             raise InvalidInput(f"page_size is {page_size}, it takes a divisor of the cache's {f.page_size}")
         if not self.packed_pages:
             raise InvalidInput(
@@ -416,15 +422,18 @@ class UnifiedCache:
         Raises:
             InvalidInput: for a layer that is not there, and for a `kv_scale` as `PagedCache`.
         """
-        if isinstance(kv_scale, Tensor):
-            known = self._tensor_scaled.get(i)
-            if known is not None and known.kv_scale is kv_scale:
-                return known
-        else:
-            # The type is part of the key because True == 1.0, and a bool is refused.
-            known = self._layers.get((i, type(kv_scale), kv_scale))
-            if known is not None:
-                return known
+        try:
+            if isinstance(kv_scale, Tensor):
+                known = self._tensor_scaled.get(i)
+                if known is not None and known.kv_scale is kv_scale:
+                    return known
+            else:
+                # The type is part of the key because True == 1.0, and a bool is refused.
+                known = self._layers.get((i, type(kv_scale), kv_scale))
+                if known is not None:
+                    return known
+        except TypeError:  # what has no hash is neither a layer nor a scale, and refused
+            pass
         return self._make(i, kv_scale)
 
     def _make(self, i: Any, kv_scale: float | Tensor | None) -> PagedCache:

@@ -6,11 +6,14 @@ past the slots are not read.
 
 from __future__ import annotations
 
+from numbers import Real
+
 import torch
 from torch import Tensor
 
 from mla_backends import torch_ops
-from mla_backends.formats import INDEXER_WIDTH, Format, format_named
+from mla_backends.errors import real_number
+from mla_backends.formats import INDEXER_WIDTH, Format, format_named, is_float32_scale
 from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse
 from mla_backends.query_ops import rope_tail
 
@@ -58,17 +61,21 @@ def _split(kv_scale: float | Tensor | None) -> tuple[Tensor | None, float]:
         return None, 1.0
     if isinstance(kv_scale, Tensor):
         return kv_scale, 1.0
-    if isinstance(kv_scale, bool) or not isinstance(kv_scale, int | float):
+    if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
         raise refuse("kv_scale", repr(kv_scale), "a number, a tensor of one float32, or None")
-    return None, kv_scale
+    value = real_number(kv_scale)
+    if not is_float32_scale(value):
+        raise refuse("kv_scale", kv_scale, "a number that is positive and finite in float32")
+    return None, value
 
 
 def _check_write(
     data: Tensor, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, format: str, kv_scale: float | Tensor | None
 ) -> None:
     """Raises InvalidInput for whatever does not fit."""
-    layout, device = format_named(format), data.get_device()
+    layout = format_named(format)
     are_tensors(data=data, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
+    device = data.get_device()
     if data.dim() != 3:
         raise refuse("data", list(data.shape), "[pages, page_size, row]; squeeze the head dimension")
     _checked_slots(slot_mapping, device, kv_c=kv_c, k_pe=k_pe)
@@ -95,8 +102,6 @@ def _check_write(
         raise refuse("kv_scale", kv_scale, f"None: format {format} has no scale of the whole cache")
     if isinstance(kv_scale, Tensor):
         one_float("kv_scale", kv_scale, device)
-    elif not 0 < kv_scale < float("inf"):
-        raise refuse("kv_scale", kv_scale, "a positive finite number")
 
 
 def write_cache(
@@ -156,6 +161,7 @@ def write_cache_and_rope(
     if may_take and _write_cache_and_rope.took(rope, q_pe, data, kv_c, k_pe, slot_mapping, format, scale, value):
         return
     _check_write(data, kv_c, k_pe, slot_mapping, format, kv_scale)
+    are_tensors(rope=rope, q_pe=q_pe)
     if rope.dim() != 3 or q_pe.dim() != 3:
         raise refuse("rope and q_pe", [list(x.shape) for x in (rope, q_pe)], "[T, H', R] and [T, H, R]")
     tokens, heads, width = q_pe.shape

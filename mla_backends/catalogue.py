@@ -113,6 +113,8 @@ def as_entries(adapters: Iterable[Any] | Sequence[Any]) -> tuple[Entry, ...]:
     Raises:
         InvalidInput: for anything else, or a name given twice.
     """
+    if not isinstance(adapters, Iterable):
+        raise InvalidInput(f"adapters is {adapters!r}, it takes a list of mla_backends.adapter.Adapter")
     entries: list[Entry] = []
     for given in adapters:
         entry = given() if isinstance(given, type) and issubclass(given, Adapter) else given

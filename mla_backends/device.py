@@ -15,7 +15,7 @@ from mla_backends.errors import InvalidInput
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Device", "installed_version", "is_capturing"]
+__all__ = ["Device", "installed_version", "is_capturing", "torch_device"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,11 @@ class Device:
 
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            device = torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise InvalidInput(f'device is {device!r}, it takes "cpu", "cuda" or "cuda:<index>"') from error
+        device = torch_device(device)
         if device.type == "cpu":
             return cls(None, "cpu")
         if device.type != "cuda":
             raise InvalidInput(f"device is {device}, it takes cpu or cuda")
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if count == 0 or (device.index or 0) >= count:
-            raise InvalidInput(f"device is {device}, but torch {torch.__version__} sees {count} CUDA devices here")
         properties = torch.cuda.get_device_properties(device)
         return cls((properties.major, properties.minor), properties.name, properties.multi_processor_count)
 
@@ -78,6 +72,27 @@ class Device:
         elif isinstance(capability, tuple) and len(capability) == 2 and all(type(n) is int for n in capability):
             return cls((capability[0], capability[1]))
         raise InvalidInput(f'capability is {capability!r}, it takes (9, 0), "sm90", "cpu" or a Device')
+
+
+def torch_device(device: torch.device | str) -> torch.device:
+    """torch's own device, "cpu", "cuda" or "meta".
+
+    Raises:
+        InvalidInput: for anything else, and for a GPU that this machine lacks.
+    """
+    import torch
+
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(f'device is {device!r}, it takes "cpu", "cuda" or "cuda:<index>"') from error
+    if found.type not in ("cpu", "cuda", "meta"):
+        raise InvalidInput(f"device is {found}, it takes cpu or cuda")
+    if found.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count == 0 or (found.index or 0) >= count:
+            raise InvalidInput(f"device is {found}, but torch {torch.__version__} sees {count} CUDA devices here")
+    return found
 
 
 def is_capturing(where: torch.device) -> bool:

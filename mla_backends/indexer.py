@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import ops
+from mla_backends.device import torch_device
 from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.formats import INDEXER, INDEXER_WIDTH, Field
 from mla_backends.pages import alignment_of, field_values
@@ -58,7 +59,7 @@ class IndexerCache:
     def allocate(cls, num_pages: int, page_size: int, device: torch.device | str) -> IndexerCache:
         """Packed pages of zeros."""
         shape = (whole_number("num_pages", num_pages), whole_number("page_size", page_size), _ROW)
-        return cls(torch.zeros(shape, dtype=torch.uint8, device=device))
+        return cls(torch.zeros(shape, dtype=torch.uint8, device=torch_device(device)))
 
     def __repr__(self) -> str:
         return f"IndexerCache({self.num_pages} pages of {self.page_size} keys, page stride {self.page_stride}, {self.device})"

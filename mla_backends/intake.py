@@ -180,9 +180,13 @@ class Intake:
                 f"the query has {query.num_heads} heads, this plan takes {problem.num_heads}; plan with num_heads={query.num_heads}"
             )
         if query.dtype not in (self._q_dtype, self._kernel_dtype):
-            raise InvalidInput(
-                f"the query is {query.dtype}, this plan's q_dtype is {self._q_dtype}; plan with q_dtype={query.dtype}"
+            # An e4m3 query is the kernel's affair: no plan takes that as the model's dtype.
+            cure = (
+                f"pass one of {self._q_dtype}, the model's dtype"
+                if query.dtype == E4M3
+                else f"plan with q_dtype={query.dtype}"
             )
+            raise InvalidInput(f"the query is {query.dtype}, this plan's q_dtype is {self._q_dtype}; {cure}")
         if query.device != self._device:
             raise InvalidInput(f"the query is on {query.device}, this plan's tensors are on {self._device}")
         lead = query.latent.shape[:-2]

@@ -11,7 +11,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from mla_backends.errors import InvalidInput, shown, whole_number
+from mla_backends.device import torch_device
+from mla_backends.errors import InvalidInput, real_number, shown, whole_number
 from mla_backends.formats import CacheFormat, Field, format_named, is_float32_scale
 
 __all__ = ["alignment_of", "are_apart", "device_scale", "field_values", "layout_of", "rows_of", "zeros"]
@@ -95,9 +96,10 @@ def device_scale(kv_scale: float | Tensor | None, layout: CacheFormat, device: t
         return torch.ones(1, dtype=torch.float32, device=device)
     if isinstance(kv_scale, bool) or not isinstance(kv_scale, Real):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a float, a tensor of one float32, or None for 1.0")
-    if not is_float32_scale(float(kv_scale)):
+    value = real_number(kv_scale)
+    if not is_float32_scale(value):
         raise InvalidInput(f"kv_scale is {kv_scale!r}, it takes a number that is positive and finite in float32")
-    return torch.full((1,), float(kv_scale), dtype=torch.float32, device=device)
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -106,7 +108,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def zeros(shape: tuple[int, ...], layout: CacheFormat, device: torch.device | str) -> Tensor:
-    return torch.zeros(shape, dtype=dtype_named(layout.dtypes[0]), device=device)
+    return torch.zeros(shape, dtype=dtype_named(layout.dtypes[0]), device=torch_device(device))
 
 
 def alignment_of(base: Tensor, *strides: int) -> int:

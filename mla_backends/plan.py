@@ -224,17 +224,20 @@ class DecodePlan:
             seq_lens: [b] keys per request with the new tokens. On a GPU, lengths outside 0 to the room of the table
                 are held inside it; on the host they are refused.
             seq_lens_cpu: [b], the same lengths on the host; enough without `seq_lens`.
-            max_seq_len: the longest request of this step, where the caller knows it; at most the plan's.
+            max_seq_len: the longest request of this step, where the caller knows it; at most the plan's, and at least the
+                lengths that the host knows.
             cu_q_lens: [b + 1], ragged plans only.
 
         Raises:
             InvalidInput: before anything is changed.
         """
-        if max_seq_len is not None and whole_number("max_seq_len", max_seq_len, least=0) > self._recipe.max_seq_len:
+        if max_seq_len is not None:
+            max_seq_len = whole_number("max_seq_len", max_seq_len, least=0)
+        if max_seq_len is not None and max_seq_len > self._recipe.max_seq_len:
             raise InvalidInput(
                 f"max_seq_len is {max_seq_len}, this plan's is {self._recipe.max_seq_len}; plan with a larger one"
             )
-        step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens)
+        step = StepInput(block_table, seq_lens, seq_lens_cpu, cu_q_lens, max_seq_len)
         if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
@@ -294,7 +297,8 @@ class DecodePlan:
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
         """
-        if whole_number("batch", batch) == self._buffers.batch:
+        batch = whole_number("batch", batch)
+        if batch == self._buffers.batch:
             return self
         if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")

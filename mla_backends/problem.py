@@ -9,11 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
+from numbers import Integral
 from typing import Any
 
-from mla_backends.errors import InvalidInput, whole_number
+from mla_backends.errors import InvalidInput, real_number, whole_number
 
 __all__ = ["Geometry", "Problem", "softmax_scale"]
+
+
+_UNKNOWN = ("batch", "page_stride", "topk", "max_seq_len")
+"""The counts of a `Problem` that may be None."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Problem:
         measured_q_scale: no `q_scale` is given, so that an e4m3 query's scale would be measured over the batch.
 
     Raises:
-        InvalidInput: for a count below its least value.
+        InvalidInput: for a count that is no whole number or below its least value, and None where a count must be.
     """
 
     num_heads: int
@@ -76,8 +81,8 @@ class Problem:
         for names, least in ((at_least_one, 1), (at_least_zero, 0)):
             for name in names:
                 value = getattr(self, name)
-                if value is not None:
-                    whole_number(name, value, least=least)
+                if value is not None or name not in _UNKNOWN:
+                    object.__setattr__(self, name, whole_number(name, value, least=least))
 
     @property
     def row_width(self) -> int:
@@ -108,7 +113,10 @@ def _required(config: Any, name: str) -> int:
         raise InvalidInput(
             f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config"
         )
-    return int(found)
+    try:
+        return int(found)
+    except (TypeError, ValueError, OverflowError):
+        raise InvalidInput(f"the config's {name} is {found!r}, it takes a whole number") from None
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,8 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            whole_number(f.name, getattr(self, f.name), least=0 if f.name == "qk_rope_head_dim" else 1)
+            value = whole_number(f.name, getattr(self, f.name), least=0 if f.name == "qk_rope_head_dim" else 1)
+            object.__setattr__(self, f.name, value)
 
     @classmethod
     def from_config(cls, config: Any, *, tp_size: int = 1) -> Geometry:
@@ -136,10 +145,10 @@ class Geometry:
             InvalidInput: if a width is missing, or `tp_size` does not divide the heads.
         """
         heads = _required(config, "num_attention_heads")
-        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1 or heads % tp_size:
+        if not isinstance(tp_size, Integral) or isinstance(tp_size, bool) or tp_size < 1 or heads % tp_size:
             raise InvalidInput(f"tp_size is {tp_size!r}, it takes a divisor of the model's {heads} heads")
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return cls(heads // tp_size, **{name: _required(config, name) for name in names})
+        return cls(heads // int(tp_size), **{name: _required(config, name) for name in names})
 
 
 def softmax_scale(config: Any) -> float:
@@ -152,7 +161,7 @@ def softmax_scale(config: Any) -> float:
         config: a Hugging Face config, an object or a mapping.
 
     Raises:
-        InvalidInput: if a width is missing.
+        InvalidInput: if a width is missing, or YaRN's numbers are none.
 
     Source: DeepseekV3Attention of Hugging Face transformers and DeepSeek-V3's own inference/model.py.
     """
@@ -162,6 +171,9 @@ def softmax_scale(config: Any) -> float:
         mscale_all_dim, factor = _value(rope, "mscale_all_dim"), _value(rope, "factor")
         if (_value(rope, "rope_type", "type") or "default") == "default" or not mscale_all_dim or not factor:
             continue
+        for key, found in (("mscale_all_dim", mscale_all_dim), ("factor", factor)):
+            if not math.isfinite(real_number(found)):
+                raise InvalidInput(f"the config's {name}[{key!r}] is {found!r}, it takes a finite number")
         mscale = 0.1 * float(mscale_all_dim) * math.log(float(factor)) + 1.0 if factor > 1 else 1.0
         return base * mscale * mscale
     return base

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
+from mla_backends.errors import whole_number
 from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse, requests
 from mla_backends.result import Decoded
 
@@ -109,16 +110,18 @@ def finish_rows(
         _finish_rows(device >= 0, lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)
 
 
-def _check_selection(
-    out: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_lens: Tensor | None,
-    num_slots: int | None,
-) -> int:
+def _checked_count(num_slots: int) -> int:
+    num_slots = whole_number("num_slots", num_slots, least=0)
+    if not 1 <= num_slots <= _MOST_SLOTS:
+        raise refuse("num_slots", num_slots, f"1 to {_MOST_SLOTS}")
+    return num_slots
+
+
+def _check_selection(out: Tensor, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> int:
     """The device of what both selections take."""
     are_tensors(out=out, positions=positions, block_table=block_table)
+    if seq_lens is not None:
+        are_tensors(seq_lens=seq_lens)
     if positions.dim() not in (2, 3):
         raise refuse("positions", list(positions.shape), "[B, (q,) topk]")
     if block_table.dim() != 2 or block_table.shape[0] != positions.shape[0]:
@@ -128,15 +131,13 @@ def _check_selection(
             raise refuse(f"the dtype of {name}", x.dtype, "int32 or int64")
     if out.dtype != torch.int32:
         raise refuse("the dtype of out", out.dtype, "int32")
-    if page_size < 1:
-        raise refuse("page_size", page_size, "at least 1")
-    if num_slots is not None and not 1 <= num_slots <= _MOST_SLOTS:
-        raise refuse("num_slots", num_slots, f"1 to {_MOST_SLOTS}")
     if seq_lens is not None and (
         seq_lens.dtype != torch.int32 or seq_lens.shape != positions.shape[:1] or not seq_lens.is_contiguous()
     ):
         found = f"{list(seq_lens.shape)} {seq_lens.dtype} with strides {list(seq_lens.stride())}"
-        raise refuse("seq_lens", found, f"[{positions.shape[0]}] int32, contiguous")
+        taken = f"[{positions.shape[0]}] int32, contiguous"
+        is_wide = not seq_lens.is_floating_point() and seq_lens.dtype != torch.int32
+        raise refuse("seq_lens", found, f"{taken}; pass seq_lens.int()" if is_wide else taken)
     dense_last(out=out, positions=positions, block_table=block_table)
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
@@ -171,7 +172,9 @@ def select_slots(
     most = _MOST_SLOTS if num_slots is None else num_slots
     if _select_slots.took(out, positions, block_table, page_size, seq_lens, most):
         return
-    device = _check_selection(out, positions, block_table, page_size, seq_lens, num_slots)
+    # Plain numbers, as a kernel takes no other; numpy's are.
+    page_size, most = whole_number("page_size", page_size), _checked_count(most)
+    device = _check_selection(out, positions, block_table, seq_lens)
     if out.shape[:-1] != positions.shape[:-1] or out.shape[-1] < positions.shape[-1]:
         raise refuse(
             "out and positions", [list(x.shape) for x in (out, positions)], "[B, (q,) at least topk] and [B, (q,) topk]"
@@ -205,7 +208,10 @@ def select_rows(
     arguments = (positions, block_table, page_size, seq_lens, num_slots, rows_per_page)
     if _select_rows.took(out, counts, *arguments):
         return
-    device = _check_selection(out, positions, block_table, page_size, seq_lens, num_slots)
+    page_size, num_slots = whole_number("page_size", page_size), _checked_count(num_slots)
+    rows_per_page = whole_number("rows_per_page", rows_per_page)
+    arguments = (positions, block_table, page_size, seq_lens, num_slots, rows_per_page)
+    device = _check_selection(out, positions, block_table, seq_lens)
     rows = math.prod(positions.shape[:-1])
     if out.dim() != 2 or out.shape[0] != rows or out.shape[1] < positions.shape[-1]:
         raise refuse("out", list(out.shape), f"[{rows}, at least {positions.shape[-1]}], from positions")

@@ -13,7 +13,10 @@ from torch import Tensor
 
 from mla_backends.errors import InvalidInput
 
-__all__ = ["Room", "StepInput", "check_ints", "check_tensor"]
+__all__ = ["MOST_KEYS", "Room", "StepInput", "check_ints", "check_tensor"]
+
+MOST_KEYS = 2**31 - 1
+"""Of a request: lengths are int32."""
 
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.uint8, torch.int8)
 
@@ -52,12 +55,14 @@ class StepInput:
         seq_lens: [b] keys a request.
         seq_lens_cpu: [b] the same, on the host.
         cu_q_lens: [b + 1] query rows before each request, ragged plans only.
+        max_seq_len: keys of the longest request, as the caller knows it.
     """
 
     block_table: Tensor | None = None
     seq_lens: Tensor | None = None
     seq_lens_cpu: Tensor | None = None
     cu_q_lens: Tensor | None = None
+    max_seq_len: int | None = None
 
     @property
     def is_given(self) -> bool:
@@ -97,6 +102,7 @@ class Room:
         batch: requests.
         max_seq_len: keys a request.
         page_size: tokens a page.
+        num_pages: of the cache.
         q_len: query rows a request, the most of one when ragged.
         ragged: queries come with `cu_q_lens`.
         device: of all tensors but those for the host.
@@ -105,19 +111,22 @@ class Room:
     batch: int
     max_seq_len: int
     page_size: int
+    num_pages: int
     q_len: int
     ragged: bool
     device: torch.device
 
-    def check(self, step: StepInput, kept: Tensor | None = None) -> None:
+    def check(self, step: StepInput, kept: tuple[Tensor, Tensor] | None = None) -> None:
         """Refuse a step that does not fit; writes nothing.
 
         Args:
-            kept: [batch] lengths on the host that stay in force where the step brings none.
+            kept: the block table [batch, W] and the lengths [batch], on the host, that stay in force where the step
+                brings none.
 
         Raises:
-            InvalidInput: for a wrong dtype, rank, device or batch, and for lengths outside 0 to max_seq_len or past the
-                table where the host knows them.
+            InvalidInput: for a wrong dtype, rank, device or batch; where the host knows them, for lengths that contradict
+                each other, are outside 0 to max_seq_len or past the table, and for a page within them that the cache
+                does not have.
         """
         step.check(self.device)
         self._check_batch(step)
@@ -125,8 +134,16 @@ class Room:
             lengths = getattr(step, name)
             if lengths is not None and lengths.device.type == "cpu":
                 self._check_lengths(name, lengths, step)
-        if step.block_table is not None and step.seq_lens is None and step.seq_lens_cpu is None and kept is not None:
-            self._check_lengths("seq_lens, as it was,", kept[: step.live], step)
+        self._check_agreement(step)
+        given = step.seq_lens if step.seq_lens is not None else step.seq_lens_cpu
+        if given is None and kept is not None:
+            given = kept[1][: step.live]
+            self._check_lengths("seq_lens, as it was,", given, step)
+        if given is not None:
+            if step.block_table is not None:
+                self._check_pages("block_table", step.block_table, given)
+            elif kept is not None:
+                self._check_pages("block_table, as it was,", kept[0][: step.live], given)
         self._check_ragged(step)
 
     def _check_batch(self, step: StepInput) -> None:
@@ -152,11 +169,45 @@ class Room:
             raise InvalidInput(
                 f"{name} holds {most}, it takes at most {self.max_seq_len}, this plan's max_seq_len; plan with a larger one"
             )
+        if step.max_seq_len is not None and most > step.max_seq_len:
+            raise InvalidInput(
+                f"max_seq_len is {step.max_seq_len}, but {name} holds {most}; it takes the longest request of the step, "
+                f"leave it out where that is not known"
+            )
         width = None if step.block_table is None else int(step.block_table.shape[1])
         if width is not None and most > width * self.page_size:
             raise InvalidInput(
                 f"{name} holds {most}, but block_table [{step.live}, {width}] with page_size {self.page_size} "
                 f"has room for {width * self.page_size}; pass a wider table"
+            )
+
+    def _check_agreement(self, step: StepInput) -> None:
+        """The host plans by the one, the kernel reads the other."""
+        lengths, on_host = step.seq_lens, step.seq_lens_cpu
+        if lengths is None or on_host is None or lengths is on_host or lengths.device.type != "cpu":
+            return
+        differs = lengths != on_host
+        if bool(differs.any()):
+            at = int(differs.nonzero()[0])
+            raise InvalidInput(
+                f"seq_lens_cpu holds {int(on_host[at])} for request {at}, seq_lens {int(lengths[at])}; they take the same "
+                f"lengths, leave seq_lens_cpu out on a CPU"
+            )
+
+    def _check_pages(self, name: str, table: Tensor, lengths: Tensor) -> None:
+        """Ids past a request's length may be anything. In the table's own dtype: 2**32 + 1 is page 1 once it is int32."""
+        if table.device.type != "cpu" or lengths.device.type != "cpu" or not table.numel():
+            return
+        lengths = lengths.long()
+        columns = min(-(-int(lengths.max()) // self.page_size), int(table.shape[1]))
+        ids = table[:, :columns].long()
+        is_read = torch.arange(columns, device="cpu") * self.page_size < lengths[:, None]
+        wrong = is_read & ((ids < 0) | (ids >= self.num_pages))
+        if bool(wrong.any()):
+            request, column = wrong.nonzero()[0].tolist()
+            raise InvalidInput(
+                f"{name} holds page {int(ids[request, column])} at [{request}, {column}], within the {int(lengths[request])} "
+                f"keys of its request, it takes 0 to {self.num_pages - 1}, the cache's pages"
             )
 
     def _check_ragged(self, step: StepInput) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mla_backends import (
     AbsorbWeights,
+    Geometry,
     IndexerCache,
     InvalidInput,
     NoAdapterRuns,
@@ -23,6 +24,7 @@ from mla_backends import (
     Verdicts,
     get_backend,
     ops,
+    softmax_scale,
 )
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -50,6 +52,12 @@ def query(*lead: int, heads: int = 4, latent: int = 512, rope: int = 64, dtype: 
 
 def sparse(**given: Any) -> Any:
     return plan(block_table=None, seq_lens=None, **{"topk": 5, "max_batch": 2, **given})
+
+
+def table_with(page: int, dtype: torch.dtype = torch.int32, at: tuple[int, int] = (1, 1)) -> Tensor:
+    table = TABLE.to(dtype, copy=True)
+    table[at] = page
+    return table
 
 
 # --- plan -----------------------------------------------------------------------------------------------------------------
@@ -84,11 +92,37 @@ PLAN: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": torch.tensor([2**40, 3])}, r"seq_lens holds 1099511627776, it takes at most 256"),
     ({"max_seq_len": 10}, r"seq_lens holds 64, it takes at most 10, this plan's max_seq_len; plan with a larger one"),
     ({"seq_lens": ints(1, 2, 3)}, r"block_table has 2 rows, it takes 3, one a request"),
+    (
+        {"seq_lens_cpu": ints(3, 65)},
+        r"seq_lens_cpu holds 65 for request 1, seq_lens 64; they take the same lengths, leave seq_lens_cpu out",
+    ),
+    ({"seq_lens_cpu": torch.tensor([2**32 + 3, 64])}, r"seq_lens_cpu holds 4294967299, it takes at most 256"),
+    *[
+        (
+            {"block_table": table_with(x, dtype), "seq_lens": ints(3, 65)},
+            rf"block_table holds page {x} at \[1, 1\], within the 65 keys of its request, it takes 0 to 7, the cache's",
+        )
+        for x, dtype in ((8, torch.int32), (-1, torch.int32), (2**32 + 1, torch.int64), (255, torch.uint8))
+    ],
+    (
+        {"block_table": table_with(8), "seq_lens": None, "seq_lens_cpu": ints(3, 65)},
+        r"block_table holds page 8 at \[1, 1\], within the 65 keys",
+    ),
+    *[
+        ({"max_seq_len": x}, rf"max_seq_len is {x}, it takes a whole number of at least 0 and at most 2147483647")
+        for x in (2**31, 2**63)
+    ],
+    # flags
+    *[
+        ({name: x}, rf"{name} is .*, it takes True or False")
+        for name in ("causal", "return_lse", "batch_invariant")
+        for x in (1, None, "no", np.bool_(True), torch.tensor(True))
+    ],
     ({"max_batch": 1}, r"the step has 2 requests, this plan holds 1; plan with max_batch=2"),
     # numbers
     *[
         ({"num_heads": x}, r"num_heads is .*, it takes a whole number of at least 1")
-        for x in (0, -4, True, 4.0, "4", np.int64(4), None)
+        for x in (0, -4, True, 4.0, "4", np.bool_(True), torch.tensor(4), None)
     ],
     *[({"q_len": x}, r"q_len is .*, it takes a whole number of at least 0") for x in (-1, True, 1.0)],
     *[({"max_batch": x}, r"max_batch is .*, it takes a whole number of at least 0") for x in (-1, True, 2.0)],
@@ -101,8 +135,11 @@ PLAN: list[tuple[dict[str, Any], str]] = [
         for x in (0, -1, True, 64.0)
     ],
     *[
-        ({"softmax_scale": x}, r"softmax_scale is .*, it takes a positive finite number; softmax_scale\(config\)")
-        for x in (0, -0.1, float("nan"), float("inf"), True, "0.1", torch.tensor(0.1))
+        (
+            {"softmax_scale": x},
+            r"softmax_scale is .*, it takes a number that is positive and finite in float32; softmax_",
+        )
+        for x in (0, -0.1, float("nan"), float("inf"), 1e300, 10**400, True, "0.1", np.bool_(True), torch.tensor(0.1))
     ],
     *[
         ({"q_scale": x}, r"q_scale is .*, it takes a number that is positive and finite in float32")
@@ -118,7 +155,7 @@ PLAN: list[tuple[dict[str, Any], str]] = [
         {"cache": UnifiedCache.allocate(2, 2, 64, "bf16", "cpu")},
         r"cache is a UnifiedCache, .* a UnifiedCache has one at .layer\(i\)",
     ),
-    ({"cache": PagedCache.allocate(2, 64, "bf16", "meta")}, r"the cache is on meta, this backend is of cpu"),
+    ({"cache": PagedCache.allocate(2, 64, "bf16", "meta")}, r"on meta, this backend is of cpu; make a cache on cpu"),
     # ragged
     ({"cu_q_lens": [0, 1, 2]}, r"cu_q_lens is a list, it takes an int32 tensor"),
     ({"cu_q_lens": ints(1, 2, 3)}, r"cu_q_lens is \[1, 2, 3\], it takes offsets that start at 0 and do not decrease"),
@@ -132,6 +169,10 @@ PLAN: list[tuple[dict[str, Any], str]] = [
         ({"cu_q_lens": ints(0, 1, 2), "max_q_len": x}, r"max_q_len is .*, it takes a whole number of at least 0")
         for x in (-1, True, 1.5)
     ],
+    *[
+        ({"cu_q_lens": ints(0, 1, 2), "q_len": x}, rf"q_len is {x} and cu_q_lens is given, .* leave q_len out")
+        for x in (0, 2)
+    ],
     ({"max_q_len": 3}, r"max_q_len is 3 without cu_q_lens"),
     # sparse
     ({"topk": 64, "max_batch": 2}, r"topk is given, so the plan is sparse: block_table and seq_lens must be None"),
@@ -144,6 +185,10 @@ PLAN: list[tuple[dict[str, Any], str]] = [
     ({"attn_sink": [0.0] * 4}, r"attn_sink is a list, it takes \[4\] float32"),
     ({"attn_sink": torch.zeros(5)}, r"attn_sink is \[5\] torch.float32 on cpu, it takes \[4\] float32 on cpu"),
     ({"attn_sink": torch.zeros(4, dtype=torch.bfloat16)}, r"attn_sink is \[4\] torch.bfloat16"),
+    (
+        {"attn_sink": torch.tensor([0.0, 0.0, float("nan"), 0.0])},
+        r"attn_sink holds NaN for head 2, it takes a logit a head; -inf is none",
+    ),
     ({"workspace": bytearray(8)}, r"workspace is a bytearray, it takes one dimension of contiguous uint8"),
     (
         {"workspace": torch.zeros(8)},
@@ -193,6 +238,10 @@ RUN: list[tuple[dict[str, Any], str]] = [
     (
         {"query": query(2, dtype=torch.float16)},
         r"the query is torch.float16, this plan's q_dtype is torch.bfloat16; plan with q_dtype=torch.float16",
+    ),
+    (
+        {"query": Query.from_packed(torch.zeros(2, 4, 576).to(torch.float8_e4m3fn), scale=torch.ones(1))},
+        r"the query is torch.float8_e4m3fn, this plan's q_dtype is torch.bfloat16; pass one of torch.bfloat16, the model's",
     ),
     (
         {"query": Query.from_packed(torch.zeros(2, 4, 576, dtype=torch.bfloat16, device="meta"))},
@@ -293,6 +342,15 @@ UPDATE: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": LENS, "seq_lens_cpu": ints(1, 2, 3)}, r"seq_lens_cpu has 3 rows, it takes 2"),
     ({"cu_q_lens": ints(0, 1, 2)}, r"cu_q_lens is given, but this plan's queries are uniform; plan with cu_q_lens"),
     *[({"max_seq_len": x}, r"max_seq_len is .*, it takes a whole number of at least 0") for x in (-1, "4", True, 4.0)],
+    ({"max_seq_len": 64}, r"max_seq_len is 64, but seq_lens, as it was, holds 65; it takes the longest request"),
+    ({"max_seq_len": 4, "seq_lens": ints(5, 3)}, r"max_seq_len is 4, but seq_lens holds 5; it takes the longest"),
+    ({"max_seq_len": 4, "seq_lens_cpu": ints(5, 3)}, r"max_seq_len is 4, but seq_lens_cpu holds 5"),
+    ({"max_seq_len": 4, "seq_lens": ints(4, 3), "seq_lens_cpu": ints(3, 3)}, r"seq_lens_cpu holds 3 for request 0"),
+    (
+        {"block_table": table_with(2**32 + 1, torch.int64), "seq_lens": ints(1, 65)},
+        r"holds page 4294967297 at \[1, 1\]",
+    ),
+    ({"block_table": table_with(8, at=(0, 1))}, r"block_table holds page 8 at \[0, 1\], within the 65 keys"),
     ({"max_seq_len": 257}, r"max_seq_len is 257, this plan's is 256; plan with a larger one"),
 ]
 
@@ -315,6 +373,23 @@ def test_a_wider_table_is_taken_as_far_as_the_plan_reaches() -> None:
     made = plan()
     made.update(wide, ints(256, 1))
     assert made.block_table.tolist() == [[3, 3, 3, 3]] * 2
+
+
+def test_pages_past_a_requests_length_may_be_anything() -> None:
+    table = torch.full((2, 4), 2**40, dtype=torch.int64)
+    table[0, 0], table[1, :2] = 3, 7
+    made = plan(block_table=table, seq_lens=ints(64, 65), max_batch=3)
+    made.update(table, ints(1, 128), seq_lens_cpu=torch.tensor([1, 128]), max_seq_len=128)
+    made.update(table[1:], ints(0))
+    assert made.seq_lens.tolist() == [0, 0, 0]
+
+
+def test_lengths_that_grow_into_pages_that_nobody_gave_are_refused() -> None:
+    made = plan(block_table=table_with(-1))
+    made.update(seq_lens=ints(3, 63))
+    with pytest.raises(InvalidInput, match=r"block_table, as it was, holds page -1 at \[1, 1\], within the 65 keys"):
+        made.update(seq_lens=ints(3, 65))
+    assert made.seq_lens.tolist() == [3, 63]
 
 
 def test_a_sparse_plan_has_no_table_and_no_lengths() -> None:
@@ -340,6 +415,27 @@ Q_NOPE, Q_PE = torch.ones(2, 4, 128, dtype=torch.bfloat16), torch.ones(2, 4, 64,
 
 def decode(q_nope: Any = Q_NOPE, q_pe: Any = Q_PE, table: Any = TABLE, lens: Any = LENS, **given: Any) -> Any:
     return BACKEND.decode(q_nope, q_pe, CACHE, table, lens, **{"softmax_scale": 0.1, "weights": WEIGHTS, **given})
+
+
+UNIFIED = UnifiedCache.allocate(2, 2, 4, "fp8", "cpu")
+WIDTHS = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+
+
+def from_kv_b_proj(dtype: Any) -> AbsorbWeights:
+    return AbsorbWeights.from_kv_b_proj(torch.zeros(256, 512), Geometry(1), dtype=dtype)
+
+
+def select(page_size: Any = 64, seq_lens: Any = None) -> Tensor:
+    found = torch.full((1, 2), -7, dtype=torch.int32)
+    ops.select_slots(found, torch.tensor([[0, 65]]), ints(3, 1)[None], page_size, seq_lens)
+    return found
+
+
+def select_rows(page_size: Any = 64, seq_lens: Any = None) -> None:
+    found, counts = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    ops.select_rows(
+        found, counts, torch.tensor([[0, 65]]), ints(3, 1)[None], page_size, seq_lens, num_slots=512, rows_per_page=64
+    )
 
 
 CALLS: list[tuple[Callable[[], object], str]] = [
@@ -408,6 +504,60 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: IndexerCache.allocate(1, 4, "cpu").write([1], ints(0)), r"k and slot_mapping are a list and \[1\]"),  # type: ignore[arg-type]
     (lambda: PagedCache(CACHE.data, ["bf16"]), r"format is \['bf16'\], it takes one of bf16"),  # type: ignore[arg-type]
+    (lambda: ops.write_cache(None, out(2, 512), Q_PE[:, 0], torch.arange(2), "bf16"), r"data is a NoneType"),  # type: ignore[arg-type]
+    (lambda: ops.write_indexer_cache(None, out(2, 128), torch.arange(2)), r"data is a NoneType"),  # type: ignore[arg-type]
+    *[
+        (partial(call, x), r"device is .*, (it takes|but torch .* sees)")
+        for call in (
+            lambda x: PagedCache.allocate(1, 4, "bf16", x),
+            lambda x: UnifiedCache.allocate(1, 2, 4, "bf16", x),
+            lambda x: IndexerCache.allocate(1, 4, x),
+        )
+        for x in ("x", 99, [1], None, "mps", "cuda:99")
+    ],
+    (lambda: UNIFIED.layer(1, kv_scale=[1]), r"kv_scale is \[1\], it takes a float, a tensor of one float32"),  # type: ignore[arg-type]
+    (lambda: UNIFIED.layer([1]), r"layer is \[1\], it takes 0 to 1"),  # type: ignore[arg-type]
+    (lambda: UNIFIED.layer([1], kv_scale=torch.ones(1)), r"layer is \[1\]"),  # type: ignore[arg-type]
+    *[
+        (partial(PagedCache, UNIFIED.data[:, 0], "fp8", kv_scale=x), r"kv_scale is .*, it takes")
+        for x in (1e300, 10**400, np.bool_(True))
+    ],
+    (lambda: from_kv_b_proj("x"), r"dtype is 'x', it takes torch.bfloat16, torch.float16 or torch.float32"),
+    (lambda: from_kv_b_proj(torch.float64), r"dtype is torch.float64, it takes torch.bfloat16"),
+    (lambda: BACKEND.warmup(None), r"problems is a NoneType, it takes Problems"),  # type: ignore[arg-type]
+    (lambda: BACKEND.warmup([None]), r"problem is a NoneType, it takes a Problem"),  # type: ignore[list-item]
+    (lambda: get_backend(adapters=3), r"adapters is 3, it takes a list of mla_backends.adapter.Adapter"),  # type: ignore[arg-type]
+    (
+        lambda: decode(Q_NOPE[:, None], Q_PE[:, None], cu_q_lens=ints(0, 1, 2)),
+        r"q_nope has shape \[2, 1, 4, 128\], with cu_q_lens it takes \[T, H, X\]",
+    ),
+    *[
+        (partial(BACKEND.workspace_bytes, Problem(16), **{"max_batch": 1, "max_seq_len": 1, name: x}), rf"{name} is")
+        for name, x in (("max_batch", None), ("max_seq_len", None), ("max_seq_len", 2**31))
+    ],
+    *[(partial(select, page_size=x), r"page_size is .*, it takes a whole number") for x in (None, 0, 64.0, True)],
+    *[(partial(select_rows, page_size=x), r"page_size is .*, it takes a whole number") for x in (None, 0)],
+    *[(partial(call, seq_lens=[1]), r"seq_lens is a list, it takes a tensor") for call in (select, select_rows)],
+    (
+        lambda: select(seq_lens=torch.tensor([1])),
+        r"seq_lens is \[1\] torch.int64 .*, it takes \[1\] int32, contiguous; pass seq_lens.int\(\)",
+    ),
+    *[
+        (
+            partial(
+                softmax_scale, {**WIDTHS, "rope_scaling": {"type": "yarn", "factor": 40, "mscale_all_dim": 1.0, key: x}}
+            ),
+            rf"config's rope_scaling\['{key}'\] is .*, it takes a finite number",
+        )
+        for key in ("factor", "mscale_all_dim")
+        for x in ("40", [40], True, float("nan"))
+    ],
+    (lambda: softmax_scale({**WIDTHS, "qk_nope_head_dim": "wide"}), r"config's qk_nope_head_dim is 'wide'"),
+    (lambda: Problem(None), r"num_heads is None, it takes a whole number of at least 1"),  # type: ignore[arg-type]
+    *[
+        (partial(Problem, 4, **{name: None}), rf"{name} is None, it takes a whole number")
+        for name in ("q_len", "kv_lora_rank", "qk_rope_head_dim", "page_size", "alignment")
+    ],
     (lambda: Problem(True), r"num_heads is True, it takes a whole number of at least 1"),
     (lambda: Problem(16, page_size=0), r"page_size is 0"),
 ]
@@ -424,7 +574,44 @@ def test_no_verdict_on_a_stranger() -> None:
         BACKEND.explain(Problem(16))["nobody"]
 
 
+@pytest.mark.parametrize("scale", [1e300, 10**400, 1e-300, np.bool_(True)])
+def test_a_write_is_refused_a_scale_that_float32_does_not_hold(scale: Any) -> None:
+    rows, slots = torch.zeros(2, 3, 576, dtype=torch.float8_e4m3fn), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(InvalidInput, match="kv_scale is"):
+        ops.write_cache(rows, torch.zeros(2, 512), torch.zeros(2, 64), slots, "fp8", scale)
+
+
 # --- odd, and right -------------------------------------------------------------------------------------------------------
+
+
+def test_numpys_numbers_are_numbers_and_kept_as_plain_ones() -> None:
+    problem = Problem(np.int64(4), page_size=np.int32(64), topk=np.uint8(5))  # type: ignore[arg-type]
+    assert [type(x) for x in (problem.num_heads, problem.page_size, problem.topk)] == [int] * 3
+    assert problem == Problem(4, page_size=64, topk=5)
+    geometry = Geometry(np.int64(4))  # type: ignore[arg-type]
+    assert type(geometry.num_heads) is int
+    assert (
+        Geometry.from_config(
+            {**WIDTHS, "num_attention_heads": 8, "kv_lora_rank": 512, "v_head_dim": 128}, tp_size=np.int64(2)
+        )
+        == geometry
+    )  # type: ignore[arg-type]
+    given = {"num_heads": np.int64(4), "q_len": np.int16(1), "max_batch": np.int64(2), "max_seq_len": np.int64(256)}
+    made, want = plan(**given, softmax_scale=np.float32(0.1)), plan(softmax_scale=float(np.float32(0.1)))
+    assert made.problem == want.problem
+    assert type(made.problem.num_heads) is int
+    assert made.at(np.int64(1)) is made.at(1)
+    made.update(max_seq_len=np.int64(64))
+    assert torch.equal(made.run(query(2), CACHE).out, want.run(query(2), CACHE).out)
+    assert select(np.int64(64)).tolist() == select(64).tolist() == [[192, 65]]
+    cache = PagedCache(UNIFIED.data[:, 0], "fp8", kv_scale=np.float32(0.5), kv_lora_rank=np.int64(512))  # type: ignore[arg-type]
+    assert type(cache.kv_scale) is float
+    assert cache.kv_scale == 0.5
+    assert type(cache.kv_lora_rank) is int
+    assert UNIFIED.layer(np.int64(1)) is UNIFIED.layer(1)  # type: ignore[arg-type]
+    written = torch.zeros(2, 4, 576, dtype=torch.float8_e4m3fn)
+    ops.write_cache(written, torch.ones(1, 512), torch.ones(1, 64), torch.tensor([0]), "fp8", np.float32(0.5))  # type: ignore[arg-type]
+    assert (written[0, 0].float() == 2).all()
 
 
 def test_slots_outside_the_cache_are_skipped() -> None:
