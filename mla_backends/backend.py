@@ -246,12 +246,13 @@ class Backend:
         step.check(where)
         batch = whole_number("max_batch", max_batch, least=0) if max_batch is not None else step.live or 0
         if cu_q_lens is not None:
-            if q_len != 1:
+            most = longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
+            if q_len not in (1, most):
                 raise InvalidInput(
                     f"q_len is {q_len} and cu_q_lens is given, whose queries have each their own; leave q_len out, and give "
                     f"the most rows of a request as max_q_len"
                 )
-            q_len = longest(cu_q_lens) if max_q_len is None else whole_number("max_q_len", max_q_len, least=0)
+            q_len = most
         elif max_q_len is not None and max_q_len != q_len:
             raise InvalidInput(f"max_q_len is {max_q_len} without cu_q_lens; uniform queries take q_len")
         widest = 0 if block_table is None else int(block_table.shape[1]) * cache.page_size
