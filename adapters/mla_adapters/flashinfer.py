@@ -261,7 +261,8 @@ class FlashInfer(PlannedAdapter):
 class FlashInferFa2(PlannedAdapter):
     name = "flashinfer-fa2"
     backend = "fa2"
-    # It sums the weights after rounding them to 8 or 11 bits, each off by 2**-9 of itself at most: compute_mla_qk's m16k16_rowsum_f16f16f32, mla.cuh.
+    # It sums the weights after rounding them to 8 or 11 bits, each off by 2**-9 of itself at most: compute_mla_qk's
+    # m16k16_rowsum_f16f16f32, mla.cuh.
     conventions = replace(PlannedAdapter.conventions, lse_precision=2**-9)
     support = (
         Limit(
