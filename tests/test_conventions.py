@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, get_backend, ops
+from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, canary, get_backend, ops
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
 from mla_backends.device import Device
@@ -325,12 +325,53 @@ def test_nothing_is_launched_for_empty_rows_where_the_host_knows_of_none(
         assert launched(None) == settles
 
 
+def named(name: str) -> Contrary:
+    return next(a for a in KEPT if a.name == name)
+
+
 def test_a_row_before_a_short_requests_first_key_is_empty_though_the_request_is_not() -> None:
-    adapter = next(a for a in KEPT if a.name == "undefined")
-    plan, query, cache = made_plan(adapter, [3, 1, 130], q_len=2)
-    twice = Query.from_packed(torch.stack([query.packed, query.packed], 1))
-    got = plan.run(twice, cache)
+    plan, query, cache = made_plan(named("heads first"), [3, 1, 130], q_len=2)
+    got = plan.run(Query.from_packed(torch.stack([query.packed, query.packed], 1)), cache)
     assert (got.lse == -INF)[:, :, 0].tolist() == [[False, False], [True, False], [False, False]]
+    assert (got.lse < INF).all()
+
+
+def test_tokens_past_the_last_ragged_request_are_empty_though_no_request_is() -> None:
+    starts = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
+    plan, query, cache = made_plan(named("undefined"), [3, 64, 130], cu_q_lens=starts, max_q_len=1)
+    query = Query.from_packed(torch.cat([query.packed, torch.full((2, 12, 576), 3.0).bfloat16()]))
+    got = plan.run(query, cache)
+    assert (got.lse == -INF)[:, 0].tolist() == [False, False, False, True, True]
+    assert not got.out[3:].any()
+
+
+def test_a_step_that_is_taken_back_takes_back_what_the_host_knew() -> None:
+    plan, query, cache = made_plan(named("heads first"), [3, 0, 130])
+    want = plan.run(query, cache)
+    update, fails = plan._kernel.update, [True]
+
+    def failing(lengths: HostLengths | None) -> None:
+        if fails.pop():
+            fails.append(False)
+            raise RuntimeError("out of luck")
+        fails.append(False)
+        update(lengths)
+
+    plan._kernel.update = failing
+    with pytest.raises(RuntimeError, match="out of luck"):
+        plan.update(seq_lens=torch.tensor([3, 4, 5]).int(), seq_lens_cpu=torch.tensor([3, 4, 5]))
+    again = plan.run(query, cache)
+    assert torch.equal(again.lse, want.lse)
+    assert (again.lse[1] == -INF).all()
+
+
+def test_a_view_knows_of_empty_rows_what_the_whole_plan_was_told() -> None:
+    plan, query, cache = made_plan(named("heads first"), [3, 64, 130])
+    view, two = plan.at(2), Query.from_packed(query.packed[:2])
+    for lens in ([3, 64, 130], [3, 0, 130], [5, 6, 0], [0, 1, 1]):
+        plan.update(seq_lens=torch.tensor(lens).int(), seq_lens_cpu=torch.tensor(lens))
+        assert (view.run(two, cache).lse == -INF)[:, 0].tolist() == [n == 0 for n in lens[:2]]
+        assert (plan.run(query, cache).lse == -INF)[:, 0].tolist() == [n == 0 for n in lens]
 
 
 def test_what_empty_rows_may_be_is_one_of_two_words() -> None:
@@ -354,3 +395,16 @@ def test_float32_is_held_to_float32s_precision() -> None:
     coarse = replace(outcome, lse_error=5e-4)
     assert coarse.faults(trial.condition) == ("lse is off by 5.00e-04, allowed 1e-05",)
     assert replace(coarse, facts={**coarse.facts, "lse_precision": 1e-3}).faults(trial.condition) == ()
+
+
+def test_each_kind_of_capacity_is_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that may split a request's keys is another than one that may not."""
+    proved: list[int | None] = []
+    monkeypatch.setattr(
+        canary, "prove", lambda adapter, serving, problem, *rest: (proved.append(problem.max_seq_len), 0.0)[1]
+    )
+    proofs, where = canary.Proofs(), torch.device("cpu")
+    adapter = Contrary("proved twice", Conventions(query="packed"))
+    for most in (64, 256, 257, 8192, None):
+        assert proofs.of(adapter, None, Problem(16, max_seq_len=most), Device(), where) == 0.0  # type: ignore[arg-type]
+    assert proved == [64, 257]

@@ -217,3 +217,36 @@ def test_the_query_that_reads_a_selection_may_have_the_axis_of_q(sparse: Any) ->
     grouped = Query.from_packed(query.packed.unsqueeze(1))
     got = plan.run(grouped, cache, indices=plan.select_slots(positions.unsqueeze(1), table))
     assert torch.equal(got.out, want.out.unsqueeze(1))
+
+
+def test_every_slot_that_is_selected_is_none_or_inside_the_cache(sparse: Any) -> None:
+    """Kernels read what is selected without a look."""
+    cache, plan = sparse.cache(), plan_of(sparse, sparse.cache(), 3)
+    positions, table = positions_of(sparse, cache, 3)
+    table[:, ::2] = cache.num_pages
+    plan.select_slots(positions, table)
+    selection = plan._selection
+    assert selection is not None
+    if selection.counts is None:
+        want = slots_of(positions, table, cache)
+        assert torch.equal(selection.selected[:, :TOPK], want)
+        assert (selection.selected[:, TOPK:] == -1).all()
+    else:
+        assert selection.counts.tolist() == (slots_of(positions, table, cache) >= 0).sum(-1).tolist()
+
+
+def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> None:
+    cache, query = sparse.cache(), sparse.query(3)
+    plan = plan_of(sparse, cache, 3)
+    positions, table = positions_of(sparse, cache, 3)
+    want = plan.run(query, cache, indices=plan.select_slots(positions, table))
+    assert plan.selected is not None
+    copy, right = torch.full_like(plan.selected, 7), plan.selected.clone()
+    plan.selected.fill_(7)
+    torch.ops.mla_backends.select_slots_of_plan(copy, plan._number, positions, table, None)
+    assert torch.equal(copy, right)
+    assert torch.equal(plan.selected, right)
+    out, lse = torch.empty_like(want.out), torch.empty_like(want.lse)
+    parts = (query.latent, query.rope, None, cache.rows, copy.fill_(7), True)
+    torch.ops.mla_backends.run_plan(plan._number, query.number, cache.number, *parts, out, lse)
+    assert sparse.same(Decoded(out, lse), want)
