@@ -74,7 +74,7 @@ class ContraryKernel(Kernel):
             lse = lse / math.log(2.0)
         if conventions.empty_rows == "lse_inf":
             lse = lse.masked_fill(empty, INF)
-        if conventions.empty_rows == "unwritten":
+        if conventions.empty_rows in ("unwritten", "undefined"):
             lse, result = lse.masked_fill(empty, torch.nan), result.masked_fill(empty.unsqueeze(-1), torch.nan)
         if out is not None:
             assert conventions.writes_out
@@ -368,6 +368,7 @@ def test_a_step_that_is_taken_back_takes_back_what_the_host_knew() -> None:
 def test_a_view_knows_of_empty_rows_what_the_whole_plan_was_told() -> None:
     plan, query, cache = made_plan(named("heads first"), [3, 64, 130])
     view, two = plan.at(2), Query.from_packed(query.packed[:2])
+    view.update(seq_lens=torch.tensor([8, 9]).int(), seq_lens_cpu=torch.tensor([8, 9]))
     for lens in ([3, 64, 130], [3, 0, 130], [5, 6, 0], [0, 1, 1]):
         plan.update(seq_lens=torch.tensor(lens).int(), seq_lens_cpu=torch.tensor(lens))
         assert (view.run(two, cache).lse == -INF)[:, 0].tolist() == [n == 0 for n in lens[:2]]
