@@ -21,7 +21,7 @@ from mla_backends.support import Conventions
 __all__ = ["Selection"]
 
 _LIVING: WeakValueDictionary[int, Selection] = WeakValueDictionary()
-"""By the address of their table."""
+"""By the address of their table's memory, which every view of it has."""
 
 
 class Selection:
@@ -63,8 +63,7 @@ class Selection:
         self._page_size, self._num_slots = problem.page_size, num_pages * problem.page_size
         self._rows_per_page = problem.page_stride or problem.page_size
         self._is_selected = False
-        self._address = self._flat.data_ptr()
-        _LIVING[self._address] = self
+        _LIVING[self._flat.untyped_storage().data_ptr()] = self
 
     def select(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> Tensor:
         """Fill the table from positions; one launch.
@@ -106,8 +105,10 @@ class Selection:
         if indices is self.selected:
             self._check_selection(cache)
             return self.table
-        if isinstance(indices, Tensor) and (owner := _LIVING.get(indices.data_ptr())) is not None and indices.numel():
-            return self._of_a_selection(indices, owner, cache)
+        if isinstance(indices, Tensor) and indices.numel():
+            owner = _LIVING.get(indices.untyped_storage().data_ptr())
+            if owner is not None:
+                return self._of_a_selection(indices, owner, cache)
         if (
             type(indices) is not Tensor
             or indices.dtype is not torch.int32

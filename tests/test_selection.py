@@ -123,11 +123,13 @@ def test_a_selection_is_known_by_its_memory_and_no_others(sparse: Any) -> None:
     want = plan.run(query, cache, indices=selected)
     for same in (selected[:], selected.unsqueeze(1), selected.view(-1)):
         assert sparse.same(plan.run(query, cache, indices=same), want)
-    for part in (selected[:2], selected[:, :1], selected.t()):
+    for part in (selected[:2], selected[1:], selected[:, :1], selected[:, 1:], selected.t()):
         with pytest.raises(InvalidInput, match="is a part of this plan's selection"):
             plan.run(query, cache, indices=part)
     with pytest.raises(InvalidInput, match="is another plan's selection; call select_slots on this plan"):
         plan.run(query, cache, indices=other.select_slots(positions, table))
+    with pytest.raises(InvalidInput, match="is another plan's selection"):
+        plan_of(sparse, cache, 2).run(sparse.query(2), cache, indices=selected[1:, :TOPK])
     assert sparse.same(plan.run(query, cache, indices=selected), want)
     del other
     gone = slots_of(positions, table, cache)
