@@ -7,7 +7,7 @@ does both. Importing this loads no kernel library.
 from mla_backends import ops
 from mla_backends.absorb import AbsorbWeights, Query
 from mla_backends.backend import Backend, get_backend
-from mla_backends.cache import PagedCache, UnifiedCache
+from mla_backends.cache import PagedCache
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput, NoAdapterRuns
 from mla_backends.formats import Format
@@ -16,6 +16,7 @@ from mla_backends.plan import DecodePlan
 from mla_backends.problem import Geometry, Problem, softmax_scale
 from mla_backends.result import Decoded
 from mla_backends.support import Verdicts
+from mla_backends.unified import UnifiedCache
 
 __all__ = [
     "AbsorbWeights",

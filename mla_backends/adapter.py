@@ -151,7 +151,7 @@ class Kernel(ABC):
             out: [B, q, H, L] or [T, H, L] to write into; only where the conventions say `writes_out`.
 
         Returns:
-            out, a tensor of this call alone unless it is the one given, which the plan may change the shape of; and lse in
+            out, the one given or a tensor that nothing else holds, as the plan may drop its axis of q in place; and lse in
             the kernel's own axes, base and empty value, None where the problem needs none.
         """
 

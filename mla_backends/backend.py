@@ -34,8 +34,9 @@ from mla_backends.device import Device
 from mla_backends.dispatch import forced, judge
 from mla_backends.errors import InvalidInput, NoAdapterRuns, whole_number
 from mla_backends.formats import format_named
-from mla_backends.plan import DecodePlan, Recipe, cache_facts
+from mla_backends.plan import DecodePlan
 from mla_backends.problem import Problem
+from mla_backends.recipe import Recipe, cache_facts
 from mla_backends.result import Decoded
 from mla_backends.steps import MOST_KEYS, Room, StepInput, check_ints, check_tensor
 from mla_backends.support import Refusal, Verdict, Verdicts

@@ -17,8 +17,9 @@ from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
 from mla_backends.device import Device
 from mla_backends.formats import format_named
-from mla_backends.plan import DecodePlan, Recipe
+from mla_backends.plan import DecodePlan
 from mla_backends.problem import Problem
+from mla_backends.recipe import Recipe
 from mla_backends.reference import reference_decode, reference_sparse
 from mla_backends.steps import StepInput
 from mla_backends.support import Refusal

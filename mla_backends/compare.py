@@ -18,13 +18,14 @@ import torch
 from mla_backends.backend import Backend, get_backend
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Broken, installed
+from mla_backends.conditions import Condition, Outcome
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput, NoAdapterRuns
 from mla_backends.formats import Format, format_named
 from mla_backends.problem import Geometry
 from mla_backends.support import Verdict, Verdicts
 from mla_backends.timing import ceilings, graph_of, interleaved, median_on_cpu
-from mla_backends.trials import Condition, Outcome, Trial
+from mla_backends.trials import Trial
 
 __all__ = ["MODELS", "Comparison", "Row", "Workload", "compare"]
 

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 from mla_backends.backend import Backend
-from mla_backends.cache import PagedCache, UnifiedCache
+from mla_backends.cache import PagedCache
+from mla_backends.conditions import Condition
 from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan
 from mla_backends.query import Query
 from mla_backends.result import Decoded
-from mla_backends.trials import Condition
+from mla_backends.trials import SOFTMAX_SCALE
+from mla_backends.unified import UnifiedCache
 
 __all__ = ["Endurance"]
 
-SCALE = 192**-0.5
 STEPS = ((130, 1, 0, 65), (7, 200, 64, 0), (63, 66), (256, 129, 3, 1))
 """Keys of the live requests, step by step: longer, shorter, none, and requests that are gone."""
 
@@ -70,7 +71,7 @@ class Endurance:
             step.get("block_table"),
             step.get("seq_lens"),
             num_heads=c.num_heads,
-            softmax_scale=SCALE,
+            softmax_scale=SOFTMAX_SCALE,
             q_dtype=self._dtype,
             topk=c.topk,
             return_lse=True,

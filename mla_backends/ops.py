@@ -16,14 +16,8 @@ from mla_backends.query_ops import (
     query_scale,
     rope_tail,
 )
-from mla_backends.row_ops import (
-    compact_slots,
-    finish_rows,
-    merge_partials,
-    sanitize_slots,
-    select_rows,
-    select_slots,
-)
+from mla_backends.row_ops import finish_rows, merge_partials
+from mla_backends.slot_ops import compact_slots, sanitize_slots, select_rows, select_slots
 
 __all__ = [
     "Compiled",

@@ -26,12 +26,13 @@ import pytest
 from mla_backends.adapter import Adapter
 from mla_backends.backend import Backend, get_backend
 from mla_backends.catalogue import Broken, installed
+from mla_backends.conditions import Condition
 from mla_backends.device import Device
 from mla_backends.endurance import Endurance
 from mla_backends.errors import NoAdapterRuns
 from mla_backends.problem import Problem
 from mla_backends.support import Joint, Limit
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 __all__ = [
     "MUST_RUN",

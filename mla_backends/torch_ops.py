@@ -17,16 +17,12 @@ from mla_backends.formats import E4M3_MAX, FP8_DS_MLA_TILE
 __all__ = [
     "absorb_query",
     "batched_matmul",
-    "compact_slots",
     "concat_nope_rope",
     "finish_rows",
     "merge_partials",
     "quantize_query",
     "query_scale",
     "rope_tail",
-    "sanitize_slots",
-    "select_rows",
-    "select_slots",
     "write_cache",
     "write_cache_and_rope",
     "write_indexer_cache",
@@ -243,65 +239,6 @@ def write_indexer_cache(data: Tensor, k: Tensor, slots: Tensor) -> None:
     scale_bytes = page_size * width + offset * 4 + torch.arange(4, device=data.device)
     cells, column = data.flatten(1), torch.cat((key_bytes, scale_bytes), -1)
     cells[page, column] = torch.where(any_inside, rows, cells[page, column])
-
-
-def _selected(
-    positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None, num_slots: int
-) -> Tensor:
-    """[B, (q,) topk] int32, -1 for none."""
-    requests, width = block_table.shape
-    at = positions.long().reshape(requests, -1)
-    column = at.div(page_size, rounding_mode="floor")
-    found = (at >= 0) & (column < width)
-    if seq_lens is not None:
-        found &= at < seq_lens[:, None]
-    page = block_table.long().gather(1, column.clamp(0, max(width - 1, 0))) if width else at
-    # Before the product, which may not fit.
-    found &= (page >= 0) & (page <= (num_slots - 1) // page_size)
-    slot = torch.where(found, page, 0) * page_size + at.remainder(page_size)
-    found &= slot < num_slots
-    return torch.where(found, slot, -1).view(positions.shape).to(torch.int32)
-
-
-def select_slots(
-    out: Tensor, positions: Tensor, block_table: Tensor, page_size: int, seq_lens: Tensor | None, num_slots: int
-) -> None:
-    topk = positions.shape[-1]
-    out[..., topk:] = -1
-    out[..., :topk].copy_(_selected(positions, block_table, page_size, seq_lens, num_slots))
-
-
-def select_rows(
-    out: Tensor,
-    counts: Tensor,
-    positions: Tensor,
-    block_table: Tensor,
-    page_size: int,
-    seq_lens: Tensor | None,
-    num_slots: int,
-    rows_per_page: int,
-) -> None:
-    slots = _selected(positions, block_table, page_size, seq_lens, num_slots).flatten(0, -2)
-    compact_slots(out, counts, slots, num_slots, page_size, rows_per_page)
-
-
-def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:
-    topk = slots.shape[-1]
-    out[..., :topk].copy_(torch.where((slots >= 0) & (slots < num_slots), slots, -1))
-    out[..., topk:] = -1
-
-
-def compact_slots(
-    out: Tensor, counts: Tensor, slots: Tensor, num_slots: int, page_size: int, rows_per_page: int
-) -> None:
-    topk = slots.shape[-1]
-    valid = (slots >= 0) & (slots < num_slots)
-    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
-    slot = slots.long()
-    row = torch.where(valid, slot // page_size * rows_per_page + slot % page_size, 0)
-    out[..., :topk].copy_(row.gather(-1, order))
-    out[..., topk:] = 0
-    counts.copy_(valid.sum(-1))
 
 
 def merge_partials(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:

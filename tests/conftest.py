@@ -16,11 +16,11 @@ from torch import Tensor
 
 from mla_backends import Backend, Decoded, DecodePlan, PagedCache, Query, get_backend
 from mla_backends.adapter import Adapter
+from mla_backends.conditions import LSE_TOLERANCE, OUT_TOLERANCE
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
 from mla_backends.testing import conditions, good_case, installed_adapters, require_device
-from mla_backends.trials import LSE_TOLERANCE, OUT_TOLERANCE
 
 SCALE = 192**-0.5
 HEADS = 16

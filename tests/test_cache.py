@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_backends.cache import PagedCache, UnifiedCache
+from mla_backends.cache import PagedCache
 from mla_backends.errors import InvalidInput
 from mla_backends.formats import FORMATS
 from mla_backends.indexer import IndexerCache
+from mla_backends.unified import UnifiedCache
 
 FORMAT_NAMES = tuple(FORMATS)
 ROW_BYTES = {"bf16": 1152, "fp16": 1152, "fp32": 2304, "fp8": 576, "fp8_ds_mla": 656}

@@ -7,7 +7,7 @@ import pytest
 
 from mla_backends import InvalidInput
 from mla_backends.compare import REFERENCE_FLOPS, Comparison, Row, Workload, _floor
-from mla_backends.trials import Outcome
+from mla_backends.conditions import Outcome
 
 
 def test_heads_are_the_models_and_shared_by_its_ranks() -> None:

@@ -16,11 +16,12 @@ from torch import Tensor
 from mla_backends import InvalidInput, NoAdapterRuns, PagedCache, Query, canary, get_backend, ops
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
+from mla_backends.conditions import Condition
 from mla_backends.device import Device
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, OneOf, Range
 from mla_backends.testing import conditions
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
 assert isinstance(EAGER, Adapter)

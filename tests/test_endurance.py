@@ -11,10 +11,10 @@ from torch import Tensor
 from mla_backends import PagedCache, Query, get_backend
 from mla_backends.adapter import Adapter, HostLengths, Kernel, Step
 from mla_backends.catalogue import installed
+from mla_backends.conditions import Condition
 from mla_backends.endurance import Endurance
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, Range
-from mla_backends.trials import Condition
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
 assert isinstance(EAGER, Adapter)

@@ -16,8 +16,9 @@ import torch
 from mla_adapters import fa3
 from mla_backends.adapter import Absent, Provider
 from mla_backends.backend import Backend, get_backend
+from mla_backends.conditions import Condition
 from mla_backends.problem import Problem
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 # As the binaries register them: vLLM 0.33.0, sglang-kernel, tokenspeed-fa3 3.0.0.post20260810 (upstream and sinks).
 SCHEMAS = {

@@ -17,9 +17,10 @@ from mla_backends import (
     UnifiedCache,
     get_backend,
 )
+from mla_backends.conditions import Condition
 from mla_backends.reference import reference_decode
 from mla_backends.testing import good_case, installed_adapters, stated
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 INF = float("inf")
 ADAPTERS = {a.name: a for a in installed_adapters()}

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mla_backends import Decoded, InvalidInput, Query, get_backend, ops
-from mla_backends.trials import Condition, Trial
+from mla_backends.conditions import Condition
+from mla_backends.trials import Trial
 
 INF = float("inf")
 

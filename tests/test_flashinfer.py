@@ -28,11 +28,12 @@ from mla_adapters import flashinfer as planned
 from mla_adapters import flashinfer_trtllm as trtllm
 from mla_backends.adapter import HostLengths
 from mla_backends.backend import Backend
+from mla_backends.conditions import Condition
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
 from mla_backends.plan import DecodePlan
 from mla_backends.problem import Problem
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 CPU = torch.device("cpu")
 LOG2E = math.log2(math.e)

@@ -20,10 +20,11 @@ from mla_adapters.flashmla import FlashMLA, FlashMLAFp8, FlashMLASparse
 from mla_backends import Device, PagedCache, Query, get_backend
 from mla_backends.adapter import Absent, Adapter, Provider
 from mla_backends.catalogue import serving
+from mla_backends.conditions import Condition
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
 from mla_backends.support import Limit
-from mla_backends.trials import Condition, Trial
+from mla_backends.trials import Trial
 
 # As they stand in sgl_flash_mla 1.0.0 (_C_legacy.abi3.so) and vLLM 0.33.0 (_flashmla_C, _flashmla_extension_C).
 DENSE = (
