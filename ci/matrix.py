@@ -52,7 +52,9 @@ class Matrix:
         elif report.skipped and isinstance(report.longrepr, tuple):
             why = report.longrepr[2]
         cell = {"adapter": facts["adapter"], "condition": facts["condition"], "result": result, "why": why}
-        self._cells.append({**cell, **{k: facts[k] for k in ("out_error", "lse_error") if k in facts}})
+        self._cells.append(
+            {**cell, **{k: facts[k] for k in ("out_error", "lse_error", "stated_lse_error") if k in facts}}
+        )
 
     def pytest_sessionfinish(self) -> None:
         self._into.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from mla_backends.indexer import IndexerCache
 from mla_backends.plan import DecodePlan
 from mla_backends.problem import Geometry, Problem, softmax_scale
 from mla_backends.result import Decoded
+from mla_backends.selection import Selection
 from mla_backends.support import Verdicts
 from mla_backends.unified import UnifiedCache
 
@@ -32,6 +33,7 @@ __all__ = [
     "PagedCache",
     "Problem",
     "Query",
+    "Selection",
     "UnifiedCache",
     "Verdicts",
     "get_backend",

@@ -196,8 +196,8 @@ class Adapter(ABC):
         return 0
 
     def refusals(self, problem: Problem, device: Device, *, forced: bool = False) -> tuple[Refusal, ...]:
-        """Every limit that the problem or the device breaks, and heads and strides that the conventions rule out. Pure: no
-        kernel library is touched.
+        """Every limit that the problem or the device breaks, and heads, strides and an lse that the conventions rule out.
+        Pure: no kernel library is touched.
 
         Args:
             forced: the caller named this adapter, which waives preferences.
@@ -218,4 +218,9 @@ class Adapter(ABC):
             found = "the cache has other memory between its pages or rows"
             cure = "a cache of its own for each layer has none"
             broken.append(Refusal("", found, "packed pages", f"conventions of {self.name}", cure))
+        precision = self.conventions_of(problem).lse_precision
+        if problem.needs_lse and precision and not forced:
+            found = f"the lse is wanted, which this kernel may have off by {precision:.0e}"
+            cure = f'name it, adapter="{self.name}", where that is near enough'
+            broken.append(Refusal("", found, "problems without one", f"conventions of {self.name}", cure))
         return tuple(broken)

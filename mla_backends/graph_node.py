@@ -60,10 +60,10 @@ def _run(
     made.run(asked, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
 
 
-def _select(selected: Tensor, plan: int, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
-    made = _living(plan).select_slots(positions, block_table, seq_lens)
-    if not is_same_memory(made, selected):
-        selected.copy_(made)
+def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
+    made = _living(plan).select_slots(positions, block_table, seq_lens).kernel_table
+    if not is_same_memory(made, table):
+        table.copy_(made)
 
 
 run_in_graph: Callable[..., None] = register(
@@ -74,7 +74,7 @@ run_in_graph: Callable[..., None] = register(
 )
 
 select_in_graph: Callable[..., None] = register(
-    "select_slots_of_plan(Tensor(a!) selected, int plan, Tensor positions, Tensor block_table, Tensor? seq_lens) -> ()",
+    "select_slots_of_plan(Tensor(a!) table, int plan, Tensor positions, Tensor block_table, Tensor? seq_lens) -> ()",
     _select,
     _select,
 )

@@ -150,8 +150,8 @@ class DecodePlan:
             softmax_scale=recipe.softmax_scale,
             attn_sink=sink,
             workspace=recipe.workspace,
-            slots=None if self._selection is None else self._selection.table,
-            slot_counts=None if self._selection is None else self._selection.counts,
+            slots=None if self._selection is None else self._selection.kernel_table,
+            slot_counts=None if self._selection is None else self._selection.kernel_counts,
         )
 
     # --- the step -----------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class DecodePlan:
         """
         return self._intake.new_query()
 
-    def select_slots(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None = None) -> Tensor:
+    def select_slots(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None = None) -> Selection:
         """DSA's request-local top-k positions of one layer, as this plan's kernel reads them: one launch, in the plan's own
         buffer, and `run` then launches nothing of its own for them.
 
@@ -284,7 +284,7 @@ class DecodePlan:
             seq_lens: [B] int32, keys a request; None: as many as the table holds.
 
         Returns:
-            For `run(indices=)` of this plan alone: its values are in the kernel's own form.
+            For `run(indices=)` of this plan alone, as it is in the kernel's own form; the same object each time.
 
         Raises:
             InvalidInput: for a dense plan, and for shapes, dtypes, devices or strides that do not fit.
@@ -292,17 +292,18 @@ class DecodePlan:
         if self._selection is None:
             raise InvalidInput("this plan is dense, there is nothing to select; plan with topk")
         if _is_compiling():
-            selected = self._selection.selected
-            select_in_graph(self._is_cuda, selected, self._number, positions, block_table, seq_lens)
-            return selected
-        return self._selection.select(positions, block_table, seq_lens)
+            into = self._selection.kernel_table
+            select_in_graph(self._is_cuda, into, self._number, positions, block_table, seq_lens)
+        else:
+            self._selection.select(positions, block_table, seq_lens)
+        return self._selection
 
     def run(
         self,
         query: Query,
         cache: PagedCache,
         *,
-        indices: Tensor | None = None,
+        indices: Tensor | Selection | None = None,
         out: Tensor | None = None,
         lse: Tensor | None = None,
     ) -> Decoded:
@@ -340,24 +341,30 @@ class DecodePlan:
         if lse is not None:
             self._outlet.check_lse(query, lse)
         target = self._outlet.target(query, out)
+        slots = None
         if self._selection is not None and indices is not None:
-            indices = self._selection.bring(indices, query.latent.shape[:-2], cache)
+            slots = self._selection.bring(indices, query.latent.shape[:-2], cache)
         if kernel is None or (self.problem.ragged and kernel_query.latent.shape[0] == 0):
             return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
             with torch.cuda.device(self._recipe.where):
-                raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+                raw, raw_lse = kernel.run(kernel_query, cache, slots, target)
                 return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
-        raw, raw_lse = kernel.run(kernel_query, cache, indices, target)
+        raw, raw_lse = kernel.run(kernel_query, cache, slots, target)
         return self._outlet.finish(query, raw, raw_lse, out, lse, written=target is not None)
 
     @property
-    def selected(self) -> Tensor | None:
-        """What `select_slots` returns, the same object each time; None for a dense plan."""
-        return None if self._selection is None else self._selection.selected
+    def selected(self) -> Selection | None:
+        """What `select_slots` returns; None for a dense plan."""
+        return self._selection
 
     def _in_graph(
-        self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None, lse: Tensor | None
+        self,
+        query: Query,
+        cache: PagedCache,
+        indices: Tensor | Selection | None,
+        out: Tensor | None,
+        lse: Tensor | None,
     ) -> Decoded:
         """The same run as one node of the graph that torch.compile is making."""
         shape = (*query.latent.shape[:-2], self.problem.num_heads)
@@ -366,8 +373,12 @@ class DecodePlan:
             out = torch.empty((*shape, self.problem.kv_lora_rank), dtype=self._recipe.q_dtype, device=where)
         if lse is None and self.problem.needs_lse:
             lse = torch.empty(shape, dtype=torch.float32, device=where)
+        # Of a selection its table goes in, so that the graph runs the node that fills it first.
+        is_selected = isinstance(indices, Selection)
+        if isinstance(indices, Selection):
+            indices.check_owner(self._selection)
+            indices = indices.kernel_table
         parts = (query.latent, query.rope, query.scale, cache.rows, indices)
-        is_selected = self._selection is not None and indices is self._selection.selected
         run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, is_selected, out, lse)
         return Decoded(out, lse)
 

@@ -6,8 +6,6 @@ looks at each one; positions cost none there, as selecting them leaves nothing t
 
 from __future__ import annotations
 
-from weakref import WeakValueDictionary
-
 import torch
 from torch import Tensor
 
@@ -20,12 +18,11 @@ from mla_backends.support import Conventions
 
 __all__ = ["Selection"]
 
-_LIVING: WeakValueDictionary[int, Selection] = WeakValueDictionary()
-"""By the address of their table's memory, which every view of it has."""
-
 
 class Selection:
-    """The keys of one sparse plan.
+    """The keys of one sparse plan, in its kernel's own form: what `DecodePlan.select_slots` gives to `run(indices=)`.
+
+    No tensor, as row ids taken for slots would decode other keys.
 
     Args:
         problem, conventions: what is asked, and how the kernel wants it.
@@ -34,10 +31,9 @@ class Selection:
         device: of all tensors.
 
     Attributes:
-        table: [B, q, topk'] int32, topk rounded up to what the kernel takes: slots, -1 for none. With `counts`, row ids of
-            the valid ones moved to the front, then 0.
-        counts: [B * q] int32, the valid ones of each row; None where the kernel wants slots.
-        selected: `table` without the axis of q for a q of 1: what `select` returns, the same object each time.
+        kernel_table: [B, q, topk'] int32, topk rounded up to what the kernel takes: slots, -1 for none. With
+            `kernel_counts`, row ids of the valid ones moved to the front, then 0.
+        kernel_counts: [B * q] int32, the valid ones of each row; None where the kernel wants slots.
     """
 
     def __init__(
@@ -55,17 +51,15 @@ class Selection:
         is_by_row = conventions.slots == "compact_slots"
         rows, width = batch * q_len, -(-topk // multiple) * multiple
         self._flat = torch.full((rows, width), 0 if is_by_row else -1, dtype=torch.int32, device=device)
-        self.table = self._flat.view(batch, q_len, width)
-        self.counts = torch.zeros(rows, dtype=torch.int32, device=device) if is_by_row else None
-        self.selected = self._flat if q_len == 1 else self.table
+        self.kernel_table = self._flat.view(batch, q_len, width)
+        self.kernel_counts = torch.zeros(rows, dtype=torch.int32, device=device) if is_by_row else None
         self._topk, self._device = topk, device
         self._lead = torch.Size((batch, q_len))
         self._page_size, self._num_slots = problem.page_size, num_pages * problem.page_size
         self._rows_per_page = problem.page_stride or problem.page_size
         self._is_selected = False
-        _LIVING[self._flat.untyped_storage().data_ptr()] = self
 
-    def select(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> Tensor:
+    def select(self, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
         """Fill the table from positions; one launch.
 
         Raises:
@@ -73,16 +67,17 @@ class Selection:
         """
         shape = getattr(positions, "shape", None)
         if shape is None or not self._fits(shape):
-            wanted = f"{[*self.selected.shape[:-1], self._topk]} int32 or int64"
+            lead = self._lead if self._lead[1] != 1 else self._lead[:1]
+            wanted = f"{[*lead, self._topk]} int32 or int64"
             check_tensor("positions", positions, wanted)
             raise InvalidInput(f"positions is {list(positions.shape)}, it takes {wanted}")
-        if self.counts is None:
-            out = self._flat if positions.ndim == 2 else self.table
+        if self.kernel_counts is None:
+            out = self._flat if positions.ndim == 2 else self.kernel_table
             ops.select_slots(out, positions, block_table, self._page_size, seq_lens, num_slots=self._num_slots)
         else:
             ops.select_rows(
                 self._flat,
-                self.counts,
+                self.kernel_counts,
                 positions,
                 block_table,
                 self._page_size,
@@ -91,10 +86,9 @@ class Selection:
                 rows_per_page=self._rows_per_page,
             )
         self._is_selected = True
-        return self.selected
 
-    def bring(self, indices: Tensor, lead: torch.Size, cache: PagedCache) -> Tensor:
-        """`table`, with what `select` was last given, or with slots that are looked at here; one launch for those.
+    def bring(self, indices: Tensor | Selection, lead: torch.Size, cache: PagedCache) -> Tensor:
+        """`kernel_table`, with what `select` was last given, or with slots that are looked at here; one launch for those.
 
         Args:
             lead: the query's leading shape, which slots from anywhere have too.
@@ -102,13 +96,10 @@ class Selection:
         Raises:
             InvalidInput: for slots that do not fit, or a selection that is gone or was made for another layout.
         """
-        if indices is self.selected:
+        if isinstance(indices, Selection):
+            indices.check_owner(self)
             self._check_selection(cache)
-            return self.table
-        if isinstance(indices, Tensor) and indices.numel():
-            owner = _LIVING.get(indices.untyped_storage().data_ptr())
-            if owner is not None:
-                return self._of_a_selection(indices, owner, cache)
+            return self.kernel_table
         if (
             type(indices) is not Tensor
             or indices.dtype is not torch.int32
@@ -128,30 +119,27 @@ class Selection:
             )
         self._is_selected = False
         slots = indices if indices.ndim == 2 else indices.flatten(0, 1)
-        if self.counts is None:
+        if self.kernel_counts is None:
             ops.sanitize_slots(self._flat, slots, cache.num_slots)
         else:
             ops.compact_slots(
                 self._flat,
-                self.counts,
+                self.kernel_counts,
                 slots,
                 cache.num_slots,
                 page_size=self._page_size,
                 rows_per_page=cache.rows_per_page,
             )
-        return self.table
+        return self.kernel_table
 
-    def _of_a_selection(self, indices: Tensor, owner: Selection, cache: PagedCache) -> Tensor:
-        """The table, where `indices` is all of it under another shape."""
+    def check_owner(self, owner: Selection | None) -> None:
+        """Refuse a selection of another plan.
+
+        Raises:
+            InvalidInput: unless this is `owner`.
+        """
         if owner is not self:
             raise InvalidInput("indices is another plan's selection; call select_slots on this plan")
-        if indices.numel() != self._flat.numel() or not indices.is_contiguous():
-            raise InvalidInput(
-                f"indices is a part of this plan's selection, {list(indices.shape)} of {list(self.selected.shape)}, "
-                f"it takes what select_slots returned"
-            )
-        self._check_selection(cache)
-        return self.table
 
     def _check_selection(self, cache: PagedCache) -> None:
         if not self._is_selected:
@@ -159,7 +147,7 @@ class Selection:
                 "indices is this plan's selection, which nothing is in: run was given other slots since, or select_slots was "
                 "not called; call it first"
             )
-        if self.counts is not None and cache.rows_per_page != self._rows_per_page:
+        if self.kernel_counts is not None and cache.rows_per_page != self._rows_per_page:
             raise InvalidInput(
                 f"the cache has {cache.rows_per_page} rows from page to page, this plan selects for {self._rows_per_page}, "
                 f"those of the cache that it was made with; pass slots, or plan with this cache"

@@ -283,6 +283,7 @@ class Conventions:
         metadata: how a step is planned. op: by a call on the device. first_run: by the step's first kernel.
             host: on the host, from the lengths. none: there is nothing to plan.
         lse_precision: of the lse, in its own units, where a kernel's arithmetic is coarser than what the formats allow; else 0.
+            A coarse one is given to those who name the adapter, and to nobody else.
         slots: how a sparse kernel reads its keys, and what brings them there. sanitize_slots: slots, -1 for every one
             outside the cache. compact_slots: row ids, slot // page_size * (rows from page to page) + slot % page_size, the
             valid ones first, and how many those are.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from mla_backends.adapter import Adapter
 from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
+from mla_backends.problem import Problem
 from mla_backends.support import Joint, Limit, OneOf, Range
 
 __all__ = ["BEGIN", "END", "markdown", "with_table"]
@@ -85,6 +86,12 @@ def _can(subject: str) -> Callable[[Adapter], str]:
     return cell
 
 
+def _lse(adapter: Adapter) -> str:
+    """As `_can`; "when named" where a default problem's would be coarse."""
+    precision = adapter.conventions_of(Problem(16)).lse_precision
+    return "when named" if precision else _can("needs_lse")(adapter)
+
+
 def _heads(adapter: Adapter) -> str:
     native = adapter.conventions.heads
     limited = _values("num_heads")(adapter)
@@ -121,7 +128,7 @@ COLUMNS: dict[str, Callable[[Adapter], str]] = {
     "page size": _values("page_size"),
     "q_len": _values("q_len"),
     "ragged": _can("ragged"),
-    "lse": _can("needs_lse"),
+    "lse": _lse,
     "sink": _can("attn_sink"),
     "batch-invariant": _can("batch_invariant"),
     "strided layers": _strides,
@@ -141,5 +148,9 @@ def _rest(adapter: Adapter) -> Iterable[str]:
             yield rule.name
         elif rule.subject not in IN_COLUMNS:
             yield f"{rule.subject} {rule.takes}"
+    for dtype in ("bfloat16", "float16"):
+        precision = adapter.conventions_of(Problem(16, q_dtype=dtype)).lse_precision
+        if precision:
+            yield f"no lse with q_dtype {dtype} unless it is named, as that may be off by {precision:.0e}"
     if adapter.conventions.unused_rows == "read":
         yield "finite values in the rows of a live page that were never written, as `allocate` makes them"

@@ -129,7 +129,7 @@ class World:
         assert torch.equal(lse == float("-inf"), empty)
         assert not out[empty].any()
         assert (out - true).norm() <= OUT_TOLERANCE[self.format] * true.norm()
-        precision = max(LSE_TOLERANCE[self.format], self.adapter.conventions.lse_precision)
+        precision = max(LSE_TOLERANCE[self.format], self.adapter.conventions_of(self.problem()).lse_precision)
         assert ((lse - log)[~empty].abs() <= precision).all()
 
     @staticmethod

@@ -390,6 +390,24 @@ def test_more_heads_than_a_kernel_has_a_count_for_are_refused() -> None:
     assert [r.source for r in adapter.refusals(Problem(129), Device())] == ["a test"]  # its own limit says it once
 
 
+def test_a_coarse_lse_is_given_to_those_who_name_the_adapter() -> None:
+    adapter = Contrary("coarse", Conventions(query="packed", lse_precision=2**-9))
+    said = (
+        "the lse is wanted, which this kernel may have off by 2e-03, it takes problems without one [conventions of coarse]; "
+        'name it, adapter="coarse", where that is near enough'
+    )
+    assert [str(r) for r in adapter.refusals(Problem(16, needs_lse=True), Device())] == [said]
+    assert not adapter.refusals(Problem(16), Device())
+    trial = Trial(BASE, "cpu")
+    with pytest.raises(NoAdapterRuns) as refused:
+        trial.plan(get_backend("cpu", adapters=[adapter]))
+    assert said in str(refused.value)
+    named = get_backend("cpu", adapter="coarse", adapters=[adapter])
+    assert trial.plan(named).describe()["lse_precision"] == 2**-9
+    assert trial.run(named).faults(BASE) == ()
+    assert Trial(replace(BASE, return_lse=False), "cpu").run(get_backend("cpu", adapters=[adapter])).faults(BASE) == ()
+
+
 def test_float32_is_held_to_float32s_precision() -> None:
     trial = Trial(replace(BASE, cache_format="fp32"), "cpu")
     outcome = trial.run(get_backend("cpu"))

@@ -41,8 +41,8 @@ PRESENT = {entry.name for entry in installed()}
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 KINDS = {
-    "dense bf16": Problem(16, needs_lse=True),
-    "dense fp8": Problem(16, cache_format="fp8", needs_lse=True),
+    "dense bf16": Problem(16),
+    "dense fp8": Problem(16, cache_format="fp8"),
     "sparse fp8_ds_mla": Problem(64, cache_format="fp8_ds_mla", topk=2048),
     "sparse bf16": Problem(16, topk=2048),
 }

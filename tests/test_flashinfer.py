@@ -144,6 +144,18 @@ def test_the_wrapper_takes_what_is_planned_and_the_numbers_are_right(native, ada
     assert native.launched
 
 
+@pytest.mark.parametrize("problem", [Problem(16, needs_lse=True), Problem(16, q_len=4, needs_lse=True)], ids=str)
+def test_fa2s_bf16_lse_is_not_given_unasked(problem):
+    """It adds up weights that are rounded to 8 bits, and so misses the 1e-3 that all other kernels keep."""
+    adapter, ampere = planned.FlashInferFa2(), Device((8, 0), "", 108)
+    (reason,) = adapter.refusals(problem, ampere)
+    assert "which this kernel may have off by 2e-03" in str(reason)
+    assert not adapter.refusals(problem, ampere, forced=True)
+    for fine in ({"needs_lse": False}, {"q_dtype": "float16", "cache_format": "fp16"}):
+        assert not adapter.refusals(replace(problem, **fine), ampere)
+    assert not planned.FlashInfer().refusals(problem, Device((9, 0), "", 132))
+
+
 def test_what_a_captured_graph_holds_keeps_its_address_and_the_next_step_is_in_it(native):
     """A captured graph is the arguments of one launch: they must serve the next step too."""
     trial = Trial(Condition(seq_lens=(700, 0, 64, 65), max_batch=6), "cpu", unused="finite")

@@ -115,25 +115,23 @@ def test_a_selection_that_other_slots_have_overwritten_is_refused(sparse: Any) -
     assert sparse.same(plan.run(query, cache, indices=selected), want)
 
 
-def test_a_selection_is_known_by_its_memory_and_no_others(sparse: Any) -> None:
+def test_a_selection_is_its_own_plans_and_no_tensor(sparse: Any) -> None:
+    """Its values may be row ids, which as slots would decode other keys."""
     cache, query = sparse.cache(), sparse.query(3)
     plan, other = plan_of(sparse, cache, 3), plan_of(sparse, cache, 3)
     positions, table = positions_of(sparse, cache, 3)
-    selected = plan.select_slots(positions, table)
-    want = plan.run(query, cache, indices=selected)
-    for same in (selected[:], selected.unsqueeze(1), selected.view(-1)):
-        assert sparse.same(plan.run(query, cache, indices=same), want)
-    for part in (selected[:2], selected[1:], selected[:, :1], selected[:, 1:], selected.t()):
-        with pytest.raises(InvalidInput, match="is a part of this plan's selection"):
-            plan.run(query, cache, indices=part)
-    with pytest.raises(InvalidInput, match="is another plan's selection; call select_slots on this plan"):
-        plan.run(query, cache, indices=other.select_slots(positions, table))
-    with pytest.raises(InvalidInput, match="is another plan's selection"):
-        plan_of(sparse, cache, 2).run(sparse.query(2), cache, indices=selected[1:, :TOPK])
-    assert sparse.same(plan.run(query, cache, indices=selected), want)
-    del other
-    gone = slots_of(positions, table, cache)
-    assert sparse.same(plan.run(query, cache, indices=gone), want)
+    selection = plan.select_slots(positions, table)
+    want = plan.run(query, cache, indices=selection)
+    assert selection is plan.selected
+    assert not isinstance(selection, Tensor)
+    for theirs in (other.select_slots(positions, table), other.selected):
+        with pytest.raises(InvalidInput, match="is another plan's selection; call select_slots on this plan"):
+            plan.run(query, cache, indices=theirs)
+    compiled = torch.compile(lambda s: plan.run(query, cache, indices=s).out, backend="aot_eager")
+    assert torch.equal(compiled(selection), want.out)
+    with pytest.raises(Exception, match="is another plan's selection"):
+        compiled(other.selected)
+    assert sparse.same(plan.run(query, cache, indices=selection), want)
 
 
 def test_positions_that_do_not_fit_are_refused_and_leave_the_selection(sparse: Any) -> None:
@@ -159,10 +157,13 @@ def test_positions_that_do_not_fit_are_refused_and_leave_the_selection(sparse: A
 
 
 def test_a_dense_plan_selects_nothing(world: Any) -> None:
-    plan = world.plan(world.cache(), world.table(2, 2), world.ints(3, 4))
+    cache = world.cache()
+    plan = world.plan(cache, world.table(2, 2), world.ints(3, 4))
     assert plan.selected is None
     with pytest.raises(InvalidInput, match="this plan is dense, there is nothing to select"):
         plan.select_slots(world.table(2, 2), world.table(2, 2))
+    with pytest.raises(InvalidInput, match="this plan is dense, it takes no indices"):
+        plan.run(world.query(2), cache, indices=a_selection())
 
 
 def test_select_and_run_compile_into_one_graph(sparse: Any) -> None:
@@ -191,9 +192,9 @@ def test_rows_past_what_a_slot_can_number_are_refused() -> None:
             ops.select_slots(out, positions, table, 64, num_slots=num_slots)
 
 
-def test_other_layouts_take_slots_of_their_own() -> None:
-    """Rows are numbered for the layout that the plan was made with; slots are not."""
-    made = Selection(
+def a_selection() -> Selection:
+    """Of one request, over four pages of a slot of two layers, for a kernel that wants row ids."""
+    return Selection(
         Problem(16, topk=4, page_stride=128),
         Conventions(query="split", slots="compact_slots"),
         batch=1,
@@ -201,14 +202,19 @@ def test_other_layouts_take_slots_of_their_own() -> None:
         num_pages=4,
         device=torch.device("cpu"),
     )
-    selected = made.select(torch.tensor([[0, -1, 65, 1]]), torch.tensor([[2, 1]]), None)
-    assert made.table.tolist() == [[[256, 129, 257, 0]]]
-    assert made.counts is not None
-    assert made.counts.tolist() == [3]
+
+
+def test_other_layouts_take_slots_of_their_own() -> None:
+    """Rows are numbered for the layout that the plan was made with; slots are not."""
+    made = a_selection()
+    made.select(torch.tensor([[0, -1, 65, 1]]), torch.tensor([[2, 1]]), None)
+    assert made.kernel_table.tolist() == [[[256, 129, 257, 0]]]
+    assert made.kernel_counts is not None
+    assert made.kernel_counts.tolist() == [3]
     slot = UnifiedCache.allocate(4, 2, 64, "bf16", "cpu")
-    assert made.bring(selected, torch.Size((1,)), slot.layer(1)) is made.table
+    assert made.bring(made, torch.Size((1,)), slot.layer(1)) is made.kernel_table
     with pytest.raises(InvalidInput, match="64 rows from page to page, this plan selects for 128"):
-        made.bring(selected, torch.Size((1,)), PagedCache.allocate(4, 64, "bf16", "cpu"))
+        made.bring(made, torch.Size((1,)), PagedCache.allocate(4, 64, "bf16", "cpu"))
 
 
 def test_the_query_that_reads_a_selection_may_have_the_axis_of_q(sparse: Any) -> None:
@@ -227,14 +233,14 @@ def test_every_slot_that_is_selected_is_none_or_inside_the_cache(sparse: Any) ->
     positions, table = positions_of(sparse, cache, 3)
     table[:, ::2] = cache.num_pages
     plan.select_slots(positions, table)
-    selection = plan._selection
+    selection = plan.selected
     assert selection is not None
-    if selection.counts is None:
-        want = slots_of(positions, table, cache)
-        assert torch.equal(selection.selected[:, :TOPK], want)
-        assert (selection.selected[:, TOPK:] == -1).all()
+    if selection.kernel_counts is None:
+        want, (found,) = slots_of(positions, table, cache), selection.kernel_table.transpose(0, 1)
+        assert torch.equal(found[:, :TOPK], want)
+        assert (found[:, TOPK:] == -1).all()
     else:
-        assert selection.counts.tolist() == (slots_of(positions, table, cache) >= 0).sum(-1).tolist()
+        assert selection.kernel_counts.tolist() == (slots_of(positions, table, cache) >= 0).sum(-1).tolist()
 
 
 def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> None:
@@ -243,11 +249,12 @@ def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> N
     positions, table = positions_of(sparse, cache, 3)
     want = plan.run(query, cache, indices=plan.select_slots(positions, table))
     assert plan.selected is not None
-    copy, right = torch.full_like(plan.selected, 7), plan.selected.clone()
-    plan.selected.fill_(7)
+    held = plan.selected.kernel_table
+    copy, right = torch.full_like(held, 7), held.clone()
+    held.fill_(7)
     torch.ops.mla_backends.select_slots_of_plan(copy, plan._number, positions, table, None)
     assert torch.equal(copy, right)
-    assert torch.equal(plan.selected, right)
+    assert torch.equal(held, right)
     out, lse = torch.empty_like(want.out), torch.empty_like(want.lse)
     parts = (query.latent, query.rope, None, cache.rows, copy.fill_(7), True)
     torch.ops.mla_backends.run_plan(plan._number, query.number, cache.number, *parts, out, lse)

@@ -261,9 +261,6 @@ class FlashInfer(PlannedAdapter):
 class FlashInferFa2(PlannedAdapter):
     name = "flashinfer-fa2"
     backend = "fa2"
-    # It sums the weights after rounding them to 8 or 11 bits, each off by 2**-9 of itself at most: compute_mla_qk's
-    # m16k16_rowsum_f16f16f32, mla.cuh.
-    conventions = replace(PlannedAdapter.conventions, lse_precision=2**-9)
     support = (
         Limit(
             Device,
@@ -280,6 +277,14 @@ class FlashInferFa2(PlannedAdapter):
         overhead=PLAN_OVERHEAD,
         source="one run on an H200, 128 requests of 4096 bf16 keys: 282 us with 16 heads, 556 us with 128",
     )
+
+    def conventions_of(self, problem: Problem) -> Conventions:
+        """It sums the weights after rounding them to the query's dtype: bfloat16 has each off by 2**-9 of itself at most.
+
+        Source: compute_mla_qk's m16k16_rowsum_f16f16f32, mla.cuh.
+        """
+        conventions = super().conventions_of(problem)
+        return replace(conventions, lse_precision=2**-9) if problem.q_dtype == "bfloat16" else conventions
 
 
 ADAPTERS = (FlashInfer(), FlashInferFa2())
