@@ -49,6 +49,7 @@ class Point:
     heads: int
     batch: int
     length: int
+    q_len: int = 1
 
     def __post_init__(self) -> None:
         self.adapter, self.settles = self.case.removesuffix(SETTLED), self.case.endswith(SETTLED)
@@ -69,7 +70,7 @@ class Point:
         spread = torch.randn(self.batch).mul(self.length / 8).add(self.length * 3 / 4).clamp(1, self.length)
         self.lens_cpu = spread.int()
         self.lens = self.lens_cpu.cuda()
-        self.query = torch.randn(self.batch, 1, self.heads, 576, device="cuda", dtype=torch.bfloat16) * 0.3
+        self.query = torch.randn(self.batch, self.q_len, self.heads, 576, device="cuda", dtype=torch.bfloat16) * 0.3
         self.indices = None
         if self.adapter in IS_SPARSE:
             self.indices = torch.randint(0, pages * PAGE, (self.batch, 1, TOPK), device="cuda").int()
@@ -82,6 +83,7 @@ class Point:
             None if sparse else self.lens,
             num_heads=self.heads,
             softmax_scale=SCALE,
+            q_len=self.q_len,
             topk=TOPK if sparse else None,
             max_batch=self.batch if sparse else None,
             seq_lens_cpu=None if sparse else self.lens_cpu,
@@ -96,7 +98,7 @@ class Point:
         if plan.quantizes_query:
             query.packed.copy_(torch.randn(query.packed.shape, device="cuda") * 8)
         else:
-            query.packed[:, : self.heads].copy_(self.query.squeeze(1))
+            query.packed[..., : self.heads, :].copy_(self.query.squeeze(1))
         self.e4m3 = query.packed if plan.quantizes_query else None
         indices = None if self.indices is None else self.indices.squeeze(1)
         if indices is not None and not self.settles:

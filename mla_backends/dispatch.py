@@ -14,7 +14,7 @@ from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
-from mla_backends.support import Refusal, Verdict, Verdicts
+from mla_backends.support import Refusal, Speed, Verdict, Verdicts
 
 __all__ = ["estimate", "forced", "judge"]
 
@@ -105,9 +105,9 @@ def _absent(adapter: Adapter, absent: tuple[tuple[str, str], ...]) -> Refusal:
     return Refusal("", found, " or ".join(p.package for p in adapter.providers), "import", f"pip install {first}")
 
 
-def estimate(adapter: Adapter, problem: Problem) -> float:
-    """Microseconds of a step by the adapter's measured efficiencies; infinite where nothing was measured."""
-    speed = adapter.speed
+def estimate(adapter: Adapter, problem: Problem, speed: Speed | None = None) -> float:
+    """Microseconds of a layer by the adapter's measured efficiencies, or by `speed`; infinite where nothing was measured."""
+    speed = adapter.speed if speed is None else speed
     if speed.memory <= 0 or speed.compute <= 0:
         return float("inf")
     batch = problem.batch or TYPICAL_BATCH
