@@ -158,6 +158,8 @@ class Kernel(ABC):
     def update(self, lengths: HostLengths | None) -> None:  # noqa: B027, a kernel may have nothing to plan
         """Plan a step anew from the buffers' current values, into the same metadata tensors.
 
+        An exception leaves what was planned before: the caller's buffers are brought back, and its plan goes on.
+
         Args:
             lengths: given where the conventions say that metadata is made on the host.
         """

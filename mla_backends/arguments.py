@@ -118,7 +118,7 @@ def check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
 
 def longest(cu_q_lens: Tensor) -> int:
     """Rows of the largest request; waits for a GPU."""
-    q_lens = cu_q_lens.diff()
+    q_lens = cu_q_lens.long().diff()
     return max(int(q_lens.max()), 0) if q_lens.numel() else 0
 
 

@@ -1,7 +1,8 @@
 """The plan's own block table and lengths: fixed addresses, filled in place at each step.
 
 What a caller hands in is checked whole before anything is written, so that a refused step leaves
-the last one standing. Nothing here waits for the device, except `host_lengths` where the caller
+the last one standing. A step that a view is given is written as the whole's, all rows past it empty,
+so that there is one step in the memory that they share. Nothing here waits for the device, except `host_lengths` where the caller
 gave no lengths on the host, and an upload of lengths for the one four uploads before it.
 """
 
@@ -9,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from mla_backends.adapter import HostLengths
-from mla_backends.steps import Room, StepInput
+from mla_backends.steps import Kept, Room, StepInput
 
 __all__ = ["Buffers"]
 
@@ -24,6 +25,22 @@ _steps = count()
 
 _SLOTS = 4
 """Pinned staging buffers in rotation, so that a copy in flight is not overwritten."""
+
+
+@dataclass(eq=False)
+class Held:
+    """What some buffers hold, one object for them and all views of them.
+
+    Args:
+        step: its number.
+        lengths: of the live requests, on the host; None where only the device knows.
+        rows, columns: of the block table that was given last.
+    """
+
+    step: int = field(default_factory=lambda: next(_steps))
+    lengths: Tensor | None = None
+    rows: int = 0
+    columns: int = 0
 
 
 @dataclass(eq=False)
@@ -41,7 +58,7 @@ class Buffers:
         q_len: query rows a request, the most when ragged.
         clamped: kernels must see lengths of at least 1 and ids inside the cache: `kernel_table` and `kernel_lens`
             are copies that hold them, else the buffers themselves.
-        holds: [1] the number of the step that was written last, one list for these buffers and all views of them.
+        whole: what these are the first rows of; None where they are all.
     """
 
     block_table: Tensor
@@ -53,16 +70,23 @@ class Buffers:
     ragged: bool
     q_len: int
     clamped: bool
-    holds: list[int] = field(default_factory=lambda: [next(_steps)])
+    whole: Buffers | None = None
+    held: Held = field(init=False)
     kernel_table: Tensor = field(init=False)
     kernel_lens: Tensor = field(init=False)
+    sees_keys: bool = field(init=False, default=False)
+    """The host knows that every row of the step that was planned last sees a key; False where it cannot know."""
     _staging: list[tuple[Tensor, torch.cuda.Event]] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
-    _known: Tensor | None = field(init=False, default=None)
-    sees_keys: bool = field(init=False, default=False)
-    """The host knows that every row sees a key; False where it cannot know."""
 
     def __post_init__(self) -> None:
+        if self.whole is not None:
+            self.held = self.whole.held
+            self.kernel_table, self.kernel_lens = (
+                x[: self.batch] for x in (self.whole.kernel_table, self.whole.kernel_lens)
+            )
+            return
+        self.held = Held()
         self.kernel_table = torch.zeros_like(self.block_table) if self.clamped else self.block_table
         self.kernel_lens = torch.ones_like(self.seq_lens) if self.clamped else self.seq_lens
 
@@ -109,7 +133,7 @@ class Buffers:
 
     def first(self, batch: int) -> Buffers:
         """The first `batch` rows, in the same memory."""
-        view = Buffers(
+        return Buffers(
             self.block_table[:batch],
             self.seq_lens[:batch],
             self.cu_q_lens[: batch + 1],
@@ -118,15 +142,9 @@ class Buffers:
             self.num_pages,
             self.ragged,
             self.q_len,
-            False,
-            self.holds,
-        )
-        view.clamped, view.kernel_table, view.kernel_lens = (
             self.clamped,
-            self.kernel_table[:batch],
-            self.kernel_lens[:batch],
+            self if self.whole is None else self.whole,
         )
-        return view
 
     @property
     def room(self) -> Room:
@@ -146,33 +164,37 @@ class Buffers:
         Raises:
             InvalidInput: as `Room.check`.
         """
-        self.room.check(step, (self.block_table, self.seq_lens) if self.device.type == "cpu" else None)
+        on_host = self.device.type == "cpu"
+        table, lengths = (self.block_table, self.seq_lens) if on_host else (None, None)
+        self.room.check(step, Kept(self.held.rows, self.held.columns, table, lengths))
 
     def fill(self, step: StepInput) -> None:
-        """Write a checked step; rows past the live ones become empty."""
-        self.holds[0] = next(_steps)
-        live = step.live
+        """Write a checked step; rows past the live ones become empty, those past a view's too."""
+        if self.whole is not None:
+            self.whole.fill(step)
+            return
+        held, live = self.held, step.live
+        held.step = next(_steps)
         # Copied, as an engine may have one such tensor and change it while a failed step is taken back.
-        self._learn(None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone())
+        held.lengths = None if step.seq_lens_cpu is None else step.seq_lens_cpu.clone()
         table, lengths = self._apart(step.block_table), self._apart(step.seq_lens)
         if live is not None and live < self.batch:
             self.seq_lens[live:].zero_()
         if table is not None:
-            width = min(int(table.shape[1]), int(self.block_table.shape[1]))
+            held.rows, held.columns = int(table.shape[0]), int(table.shape[1])
+            width = min(held.columns, int(self.block_table.shape[1]))
             self.block_table[:live, :width].copy_(table[:, :width])
+        # Lengths that only the device knows are held inside the table: a kernel must not read past it.
+        room = min(self.max_seq_len, held.columns * self.page_size)
         if lengths is not None:
-            # Lengths that only the device knows are held inside the table: a kernel must not read past it.
-            room = self.max_seq_len
-            if table is not None:
-                room = min(room, int(table.shape[1]) * self.page_size)
             if lengths.dtype == torch.int32:
                 torch.clamp(lengths, 0, room, out=self.seq_lens[:live])
             else:
                 self.seq_lens[:live].copy_(lengths.long().clamp(0, room))
-        elif self._known is not None:
-            self._upload(self._known, self.seq_lens[:live])
+        elif held.lengths is not None:
+            self._upload(held.lengths, self.seq_lens[:live])
         elif table is not None:
-            self.seq_lens[:live].clamp_(max=min(self.max_seq_len, int(table.shape[1]) * self.page_size))
+            self.seq_lens[:live].clamp_(max=room)
         if step.cu_q_lens is not None:
             self.cu_q_lens[: len(step.cu_q_lens)].copy_(step.cu_q_lens)
             if len(step.cu_q_lens) < len(self.cu_q_lens):
@@ -200,47 +222,52 @@ class Buffers:
             torch.clamp(self.seq_lens, min=1, out=self.kernel_lens)
             torch.clamp(self.block_table, 0, self.num_pages - 1, out=self.kernel_table)
 
-    def follow(self, whole: Buffers) -> None:
-        """A view of `whole`'s first rows has the step that `whole` was just given."""
-        self._learn(None if whole._known is None else whole._known[: self.batch])
-
     def rewritten(self) -> None:
-        """The engine wrote into the buffers, so the host no longer knows what is in them; capturable."""
-        self._learn(None)
+        """The engine wrote into these rows, so the host no longer knows what is in them; capturable.
+
+        Raises:
+            InvalidInput: on a CPU, for what a step would be refused for.
+        """
+        held = self.held
+        held.step, held.lengths = next(_steps), None
+        held.rows, held.columns = (int(n) for n in (self if self.whole is None else self.whole).block_table.shape)
+        self.check(StepInput())
+        self.seq_lens.clamp_(0, self.max_seq_len)
         self.clamp()
 
-    def _learn(self, lengths: Tensor | None) -> None:
-        self._known = lengths
+    def learn(self) -> None:
+        """Settle `sees_keys` for the step that is held, which was just planned."""
+        lengths = self.held.lengths
         self.sees_keys = (
             lengths is not None
             and not self.ragged
-            and len(lengths) == self.batch
-            and self.batch > 0
-            and int(lengths.min()) >= self.q_len  # else a row before a request's first key, where causal
+            and len(lengths) >= self.batch > 0
+            and int(lengths[: self.batch].min()) >= self.q_len  # else a row before a request's first key, where causal
         )
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
         """Bring every value back if planning the step that is written inside ends in an exception."""
-        kept = [(t, t.clone()) for t in (self.block_table, self.seq_lens, self.cu_q_lens)]
-        known, held = self._known, self.holds[0]
+        whole, held = self if self.whole is None else self.whole, self.held
+        kept = [(t, t.clone()) for t in (whole.block_table, whole.seq_lens, whole.cu_q_lens)]
+        before = replace(held)
         try:
             yield
         except BaseException:
             for tensor, value in kept:
                 tensor.copy_(value)
-            self._learn(known)
-            self.holds[0] = held
-            self.clamp()
+            held.step, held.lengths, held.rows, held.columns = before.step, before.lengths, before.rows, before.columns
+            whole.clamp()
             raise
 
     def host_lengths(self) -> HostLengths:
         """The buffers' lengths on the host. Waits for the device unless the last step gave `seq_lens_cpu`."""
-        if self._known is None:
+        known = self.held.lengths
+        if known is None:
             seq_lens = self.seq_lens.cpu()
         else:
             seq_lens = torch.zeros(self.batch, dtype=torch.int32, device="cpu")
-            seq_lens[: len(self._known)] = self._known
+            seq_lens[: len(known)] = known[: self.batch]
         cu_q_lens = (
             self.cu_q_lens.cpu()
             if self.ragged

@@ -206,8 +206,10 @@ class DecodePlan:
     def refresh(self) -> None:
         """Recompute kernel metadata from the plan's own buffers, on the device; can be captured.
 
+        On a GPU, lengths outside 0 to max_seq_len are held inside it, in the buffer too.
+
         Raises:
-            InvalidInput: where `update_mode` is "host".
+            InvalidInput: where `update_mode` is "host"; on a CPU, for lengths and pages that `update` would refuse.
         """
         if self.update_mode == "host":
             raise InvalidInput(
@@ -234,16 +236,17 @@ class DecodePlan:
             lengths = self._buffers.host_lengths() if self.update_mode == "host" else None
             with torch.cuda.device(self._recipe.where) if self._is_cuda else nullcontext():
                 self._kernel.update(lengths)
-        self._planned = self._buffers.holds[0]
+        self._buffers.learn()
+        self._planned = self._buffers.held.step
         for view in self._views.values():
-            view._buffers.follow(self._buffers)
             view._replan()
 
     def at(self, batch: int) -> DecodePlan:
         """A view for a smaller batch over the same buffers, for another captured graph size.
 
-        The same view each time. `update` on this plan plans all its views; `update` on a view plans the view alone, which is
-        all that its graph needs, and the others refuse to run until they are updated too.
+        The same view each time. `update` and `refresh` on this plan plan all its views; on a view they plan the view alone,
+        which is all that its graph needs. The others refuse to run until they are updated or refreshed too; the rows past
+        an updated view's are empty then.
 
         Raises:
             InvalidInput: for a batch above this plan's, or below 1.
@@ -331,10 +334,10 @@ class DecodePlan:
                 if self._is_sparse
                 else "this plan is dense, it takes no indices; plan with topk"
             )
-        if self._planned != self._buffers.holds[0]:
+        if self._planned != self._buffers.held.step:
             raise InvalidInput(
-                f"the last update was of a view of another batch than {self._buffers.batch}, which shares its buffers; update "
-                f"this one, or the plan that both are views of"
+                f"the last update or refresh was of a view of another batch than {self._buffers.batch}, which shares its "
+                f"buffers; update this one, or the plan that both are views of"
             )
         kernel_query = self._intake.bring(query)
         kernel = self._kernel

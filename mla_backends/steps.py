@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mla_backends.errors import InvalidInput
 
-__all__ = ["MOST_KEYS", "Room", "StepInput", "check_ints", "check_tensor"]
+__all__ = ["MOST_KEYS", "Kept", "Room", "StepInput", "check_ints", "check_tensor"]
 
 MOST_KEYS = 2**31 - 1
 """Of a request: lengths are int32."""
@@ -94,6 +94,22 @@ class StepInput:
                 check_ints(name, tensor, ndim, where)
 
 
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What stays in force where a step brings none.
+
+    Args:
+        rows, columns: of the block table that was given last.
+        block_table: [batch, W] page ids where the host knows them, else None.
+        seq_lens: [batch] keys a request, likewise.
+    """
+
+    rows: int
+    columns: int
+    block_table: Tensor | None
+    seq_lens: Tensor | None
+
+
 @dataclass(frozen=True)
 class Room:
     """What a plan can hold.
@@ -116,12 +132,11 @@ class Room:
     ragged: bool
     device: torch.device
 
-    def check(self, step: StepInput, kept: tuple[Tensor, Tensor] | None = None) -> None:
+    def check(self, step: StepInput, kept: Kept | None = None) -> None:
         """Refuse a step that does not fit; writes nothing.
 
         Args:
-            kept: the block table [batch, W] and the lengths [batch], on the host, that stay in force where the step
-                brings none.
+            kept: None for a plan's first step.
 
         Raises:
             InvalidInput: for a wrong dtype, rank, device or batch; where the host knows them, for lengths that contradict
@@ -133,17 +148,17 @@ class Room:
         for name in ("seq_lens", "seq_lens_cpu"):
             lengths = getattr(step, name)
             if lengths is not None and lengths.device.type == "cpu":
-                self._check_lengths(name, lengths, step)
+                self._check_lengths(name, lengths, step, kept)
         self._check_agreement(step)
-        given = step.seq_lens if step.seq_lens is not None else step.seq_lens_cpu
-        if given is None and kept is not None:
-            given = kept[1][: step.live]
-            self._check_lengths("seq_lens, as it was,", given, step)
-        if given is not None:
+        lengths = step.seq_lens if step.seq_lens is not None else step.seq_lens_cpu
+        if lengths is None and kept is not None and kept.seq_lens is not None:
+            lengths = kept.seq_lens[: step.live]
+            self._check_lengths("seq_lens, as it was,", lengths, step, kept)
+        if lengths is not None:
             if step.block_table is not None:
-                self._check_pages("block_table", step.block_table, given)
-            elif kept is not None:
-                self._check_pages("block_table, as it was,", kept[0][: step.live], given)
+                self._check_pages("block_table", step.block_table, lengths)
+            elif kept is not None and kept.block_table is not None:
+                self._check_pages("block_table, as it was,", kept.block_table[: len(lengths)], lengths)
         self._check_ragged(step)
 
     def _check_batch(self, step: StepInput) -> None:
@@ -159,7 +174,7 @@ class Room:
             if tensor is not None and tensor.shape[0] != live:
                 raise InvalidInput(f"{name} has {tensor.shape[0]} rows, it takes {live}, one a request")
 
-    def _check_lengths(self, name: str, lengths: Tensor, step: StepInput) -> None:
+    def _check_lengths(self, name: str, lengths: Tensor, step: StepInput, kept: Kept | None) -> None:
         if lengths.numel() == 0:
             return
         least, most = (int(v) for v in torch.aminmax(lengths))
@@ -174,12 +189,19 @@ class Room:
                 f"max_seq_len is {step.max_seq_len}, but {name} holds {most}; it takes the longest request of the step, "
                 f"leave it out where that is not known"
             )
-        width = None if step.block_table is None else int(step.block_table.shape[1])
-        if width is not None and most > width * self.page_size:
+        if step.block_table is not None:
+            table, rows, columns = "block_table", int(step.block_table.shape[0]), int(step.block_table.shape[1])
+        elif kept is not None:
+            table, rows, columns = "block_table, as it was,", kept.rows, kept.columns
+        else:
+            return
+        if most > columns * self.page_size:
             raise InvalidInput(
-                f"{name} holds {most}, but block_table [{step.live}, {width}] with page_size {self.page_size} "
-                f"has room for {width * self.page_size}; pass a wider table"
+                f"{name} holds {most}, but {table} [{rows}, {columns}] with page_size {self.page_size} "
+                f"has room for {columns * self.page_size}; pass a wider table"
             )
+        if len(lengths) > rows and bool((lengths[rows:] > 0).any()):
+            raise InvalidInput(f"{name} has {len(lengths)} requests, but {table} has {rows} rows; pass block_table")
 
     def _check_agreement(self, step: StepInput) -> None:
         """The host plans by the one, the kernel reads the other."""
@@ -223,7 +245,7 @@ class Room:
             )
         if starts.device.type != "cpu":
             return
-        q_lens = starts.diff()
+        q_lens = starts.long().diff()
         if int(starts[0]) != 0 or bool((q_lens < 0).any()):
             raise InvalidInput(f"cu_q_lens is {starts.tolist()}, it takes offsets that start at 0 and do not decrease")
         if q_lens.numel() and int(q_lens.max()) > self.q_len:

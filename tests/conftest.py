@@ -148,6 +148,12 @@ DENSE = tuple(a for a in installed_adapters() if not is_sparse(a))
 SPARSE = tuple(a for a in installed_adapters() if is_taken(a, topk=192))
 
 
+@pytest.fixture
+def world_of() -> type[World]:
+    """For a test with an adapter of its own."""
+    return World
+
+
 @pytest.fixture(params=DENSE, ids=lambda a: a.name)
 def world(request: pytest.FixtureRequest) -> World:
     """A dense adapter that runs here."""

@@ -123,7 +123,7 @@ def test_an_update_of_a_view_plans_the_view(world: Any) -> None:
     view.update(**step)
     fresh = world.plan(cache, step["block_table"], step["seq_lens"], max_batch=3, max_seq_len=columns * world.page_size)
     assert world.same(view.run(query, cache), fresh.run(query, cache))
-    with pytest.raises(InvalidInput, match="the last update was of a view of another batch than 6"):
+    with pytest.raises(InvalidInput, match="the last update or refresh was of a view of another batch than 6"):
         plan.run(world.query(6), cache)  # its rows are the view's, its schedule is not
     plan.update(**step)
     assert world.same(plan.at(3).run(query, cache), fresh.run(query, cache))

@@ -160,7 +160,7 @@ def assert_only_the_library(
     kernel = plan._kernel
     assert kernel is not None
     brought = plan._intake.bring(query)
-    slots = None if plan._selection is None else plan._selection.table
+    slots = None if plan._selection is None else plan._selection.kernel_table
 
     def ours() -> object:
         return plan.run(query, cache, indices=indices)
