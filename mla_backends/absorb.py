@@ -172,6 +172,10 @@ class AbsorbWeights:
         heads, rank, value = self.w_uv.shape
         if not isinstance(latent, Tensor) or latent.dim() not in (3, 4) or latent.shape[-2:] != (heads, rank):
             raise InvalidInput(f"latent is {shown(latent)}, these weights take [B, (q,) {heads}, {rank}]")
+        if latent.dtype != self.w_uv.dtype:
+            raise InvalidInput(
+                f"latent is {latent.dtype}, these weights take their own {self.w_uv.dtype}; convert one of them with .to()"
+            )
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)

@@ -27,6 +27,9 @@ __all__ = [
     "workspace_of",
 ]
 
+MOST_TOPK = 65535 * 256
+"""Columns of a row of slots: what one launch over them may have. Source: CUDA's grid limit in y, csrc/slots."""
+
 
 def check_problem(problem: Problem) -> None:
     """Refuse what is no Problem."""
@@ -57,6 +60,7 @@ def check_kind(step: StepInput, topk: int | None, max_batch: int | None) -> None
         raise InvalidInput("topk is given, so the plan is sparse: block_table and seq_lens must be None")
     if max_batch is None:
         raise InvalidInput("topk is given, so max_batch is required: it is B")
+    whole_number("topk", topk, most=MOST_TOPK)
     if step.cu_q_lens is not None:
         raise InvalidInput(
             "topk and cu_q_lens are given, a sparse plan takes uniform queries; one token a request is q_len=1"
@@ -118,7 +122,7 @@ def check_sink(sink: Tensor, num_heads: int, where: torch.device) -> None:
 
 def longest(cu_q_lens: Tensor) -> int:
     """Rows of the largest request; waits for a GPU."""
-    q_lens = cu_q_lens.long().diff()
+    q_lens = cu_q_lens.diff()
     return max(int(q_lens.max()), 0) if q_lens.numel() else 0
 
 

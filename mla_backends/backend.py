@@ -358,6 +358,10 @@ class Backend:
             raise InvalidInput(f"q_nope has shape {list(q_nope.shape)}, with cu_q_lens it takes [T, H, X], ragged")
         if weights is not None and not isinstance(weights, AbsorbWeights):
             raise InvalidInput(f"weights is a {type(weights).__name__}, it takes AbsorbWeights")
+        if indices is not None and any(x is not None for x in (block_table, seq_lens, seq_lens_cpu, cu_q_lens)):
+            raise InvalidInput(
+                "indices is given, so the decode is sparse: block_table, seq_lens, seq_lens_cpu and cu_q_lens must be None"
+            )
         absorbed = None if weights is not None else Query.from_parts(q_nope, q_pe)
         if indices is not None:
             check_ints("indices", indices, q_nope.ndim - 1, self._here())

@@ -74,6 +74,7 @@ class Outcome:
         is_strided_equal: the layer view of the slot and a contiguous clone gave the same bits, out and lse.
         are_empty_rows_right: rows without keys are out 0 and lse -inf, and nothing is NaN.
         is_selection_equal: sparse: slots selected from positions gave the bits of the same slots given.
+        is_of_form: out is of the query's dtype, and the lse is there, in float32, where it was asked for.
         facts: `DecodePlan.describe`.
     """
 
@@ -82,6 +83,7 @@ class Outcome:
     is_strided_equal: bool
     are_empty_rows_right: bool
     is_selection_equal: bool
+    is_of_form: bool
     facts: dict[str, Any]
 
     def faults(self, condition: Condition) -> tuple[str, ...]:
@@ -97,6 +99,8 @@ class Outcome:
             found.append("the strided view and its contiguous clone gave different bits")
         if not self.are_empty_rows_right:
             found.append("a row without keys is not out 0, lse -inf, or something is NaN")
+        if not self.is_of_form:
+            found.append("out is not of the query's dtype, or the lse is missing or not float32")
         if not self.is_selection_equal:
             found.append("slots selected from positions and the same slots given gave different bits")
         return tuple(found)

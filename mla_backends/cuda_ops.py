@@ -53,7 +53,8 @@ def absorb_query(
     if scale is None:
         torch_ops.batched_matmul(latent.transpose(0, 1), q_nope.transpose(0, 1), w_uk)
         return True
-    product = torch.bmm(q_nope.detach().transpose(0, 1), w_uk.detach())
+    with torch.autocast("cuda", enabled=False):  # whose dtype another matrix product would have
+        product = torch.bmm(q_nope.detach().transpose(0, 1), w_uk.detach())
     return bool(_export("quantize_query")(latent, product.transpose(0, 1), scale))
 
 

@@ -33,7 +33,7 @@ class Endurance:
     """A cache of two layers, all rows written, and a query; what `faults` runs over them.
 
     Args:
-        condition: its heads, format, page size and topk are used, and whether layers are of one slot.
+        condition: its heads, format, page size, topk and lse are used, and whether layers are of one slot.
         q_scale: of an e4m3 query, where the kernel reads one: a measured one is of the whole batch.
     """
 
@@ -74,7 +74,7 @@ class Endurance:
             softmax_scale=SOFTMAX_SCALE,
             q_dtype=self._dtype,
             topk=c.topk,
-            return_lse=True,
+            return_lse=c.return_lse,
             max_batch=batch,
             max_seq_len=None if is_sparse else MOST_KEYS,
             seq_lens_cpu=step.get("seq_lens_cpu"),
@@ -112,7 +112,7 @@ class Endurance:
         plan.run(self._query, self._layers[1], indices=indices)
         if not _is_same(first, kept):
             yield "a run wrote into the result of the run before it"
-        out, lse = torch.full_like(kept.out, torch.nan), torch.full_like(kept.lse, torch.nan)  # type: ignore[arg-type]
+        out, lse = (None if x is None else torch.full_like(x, torch.nan) for x in (kept.out, kept.lse))
         got = plan.run(self._query, self._layers[0], indices=indices, out=out, lse=lse)
         if got.out is not out or got.lse is not lse or not _is_same(got, kept):
             yield "what was written into out= and lse= is not what a run gives without them"
@@ -158,8 +158,7 @@ def _copied(decoded: Decoded) -> Decoded:
 
 def _is_same(a: Decoded, b: Decoded) -> bool:
     """Equality to the bit, so that a NaN is equal to itself and to no other."""
-    assert a.lse is not None
-    assert b.lse is not None
-    return torch.equal(_bytes(a.out.contiguous()), _bytes(b.out.contiguous())) and torch.equal(
-        _bytes(a.lse.contiguous()), _bytes(b.lse.contiguous())
+    return all(
+        x is y if x is None or y is None else torch.equal(_bytes(x.contiguous()), _bytes(y.contiguous()))
+        for x, y in ((a.out, b.out), (a.lse, b.lse))
     )

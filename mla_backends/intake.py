@@ -120,7 +120,9 @@ class Intake:
         lead, problem = query.latent.shape[:-2], self._problem
         rows, room = lead.numel(), self._lead.numel()
         if not self._staged or len(self._staged[-1]) < rows:
-            shape = (max(rows, room), self._heads, problem.row_width)
+            # Ragged queries may have ever more tokens: twice as many each time, so that those outgrown are few.
+            outgrown = len(self._staged[-1]) if self._staged else 0
+            shape = (max(rows, room, 2 * outgrown), self._heads, problem.row_width)
             self._staged.append(self._zeros(shape, self._kernel_dtype))
         packed = self._staged[-1][:rows].view(*lead, self._heads, problem.row_width)
         return Query.from_packed(packed, problem.kv_lora_rank, scale=scale)

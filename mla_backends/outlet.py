@@ -181,10 +181,30 @@ def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
     taken = f"{list(shape)} {dtype} on {device}"
     if not isinstance(given, Tensor):
         raise InvalidInput(f"{name} is a {type(given).__name__}, it takes {taken}")
+    if given.is_nested or given.layout is not torch.strided:
+        raise InvalidInput(
+            f"{name} is a {'nested' if given.is_nested else given.layout} tensor, it takes a strided {taken}"
+        )
     if given.shape != shape or given.dtype != dtype or given.device != device:
         raise InvalidInput(f"{name} is {list(given.shape)} {given.dtype} on {given.device}, it takes {taken}")
     if given.requires_grad:
         raise InvalidInput(f"{name} requires grad, it takes a tensor to write into; pass {name}.detach()")
-    strides = given.stride()
-    if 0 in strides and any(n > 1 and s == 0 for n, s in zip(shape, strides, strict=True)):
-        raise InvalidInput(f"{name} has strides {strides}, it takes memory for each value; clone an expanded tensor")
+    if given.is_inference() and not torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            f"{name} was made in inference mode, which only lets it be written there; pass {name}.clone()"
+        )
+    if not given.is_contiguous() and _overlaps(given):
+        raise InvalidInput(
+            f"{name} has strides {given.stride()}, it takes memory for each value; clone an expanded tensor"
+        )
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two values may lie in one place: some stride does not reach past what the lesser ones span."""
+    span = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1:
+            if stride <= span:
+                return True
+            span += stride * (size - 1)
+    return False

@@ -27,6 +27,7 @@ from mla_backends.recipe import Recipe, cache_facts
 from mla_backends.result import Decoded
 from mla_backends.selection import Selection
 from mla_backends.steps import StepInput
+from mla_backends.support import Conventions
 
 __all__ = ["DecodePlan"]
 
@@ -94,8 +95,6 @@ class DecodePlan:
         )
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
-        if self.update_mode == "host" and is_capturing(recipe.where):
-            self._check_capture(StepInput())
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
 
     @classmethod
@@ -112,6 +111,7 @@ class DecodePlan:
     @classmethod
     def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
         conventions = recipe.adapter.conventions_of(recipe.problem)
+        _check_capture(recipe, conventions, step)
         buffers = Buffers.allocate(
             batch,
             max_seq_len=recipe.max_seq_len,
@@ -192,8 +192,7 @@ class DecodePlan:
         if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
-        if is_capturing(self._recipe.where):
-            self._check_capture(step)
+        _check_capture(self._recipe, self._conventions, step)
         try:
             with self._buffers.restored_on_error():
                 self._buffers.fill(step)
@@ -217,19 +216,6 @@ class DecodePlan:
             )
         self._buffers.rewritten()
         self._replan()
-
-    def _check_capture(self, step: StepInput) -> None:
-        """Refuse what a CUDA graph that is being captured cannot hold: work of the host."""
-        if self.update_mode == "host":
-            raise InvalidInput(
-                f"{self.adapter} plans on the host, which a CUDA graph cannot hold; plan, take views with at and update "
-                f"outside of the capture"
-            )
-        if step.seq_lens is None and step.seq_lens_cpu is not None:
-            raise InvalidInput(
-                "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
-                "pass seq_lens, on the device"
-            )
 
     def _replan(self) -> None:
         if self._kernel is not None:
@@ -257,6 +243,7 @@ class DecodePlan:
         if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
+            _check_capture(self._recipe, self._conventions, StepInput())
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
             with torch.inference_mode(False):
                 view = DecodePlan(recipe, self._buffers.first(batch))
@@ -435,3 +422,19 @@ class DecodePlan:
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }
+
+
+def _check_capture(recipe: Recipe, conventions: Conventions, step: StepInput) -> None:
+    """Refuse what a CUDA graph that is being captured cannot hold: work of the host."""
+    if not is_capturing(recipe.where):
+        return
+    if conventions.metadata == "host":
+        raise InvalidInput(
+            f"{recipe.adapter.name} plans on the host, which a CUDA graph cannot hold; plan, take views with at and update "
+            f"outside of the capture"
+        )
+    if step.seq_lens is None and step.seq_lens_cpu is not None:
+        raise InvalidInput(
+            "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
+            "pass seq_lens, on the device"
+        )

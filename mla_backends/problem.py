@@ -84,6 +84,14 @@ class Problem:
                 if value is not None or name not in _UNKNOWN:
                     object.__setattr__(self, name, whole_number(name, value, least=least))
 
+        for name in ("cache_format", "q_dtype"):
+            if not isinstance(getattr(self, name), str):
+                cure = 'a name such as "bfloat16"' if name == "q_dtype" else 'a name such as "bf16" or "fp8"'
+                raise InvalidInput(f"{name} is {getattr(self, name)!r}, it takes {cure}")
+        for fact in fields(self):
+            if isinstance(fact.default, bool) and not isinstance(getattr(self, fact.name), bool):
+                raise InvalidInput(f"{fact.name} is {getattr(self, fact.name)!r}, it takes True or False")
+
     @property
     def row_width(self) -> int:
         """D: latent and rope values of one token."""

@@ -102,6 +102,7 @@ class Selection:
             return self.kernel_table
         if (
             type(indices) is not Tensor
+            or indices.layout is not torch.strided
             or indices.dtype is not torch.int32
             or indices.device != self._device
             or indices.shape[:-1] != lead
@@ -109,9 +110,10 @@ class Selection:
         ):
             wanted = f"{[*lead, self._topk]} int32"
             check_tensor("indices", indices, wanted)
+            kind = "" if type(indices) is Tensor else f" a {type(indices).__name__}"
             raise InvalidInput(
-                f"indices is {list(indices.shape)} {indices.dtype} on {indices.device}, "
-                f"it takes {wanted} on {self._device}, a row of slots for each query row"
+                f"indices is{kind} {list(indices.shape)} {indices.dtype} on {indices.device}, "
+                f"it takes {wanted} on {self._device}, a plain tensor with a row of slots for each query row"
             )
         if indices.stride(-1) != 1 and indices.shape[-1] > 1:
             raise InvalidInput(

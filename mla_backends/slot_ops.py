@@ -64,6 +64,8 @@ def _check_selection(out: Tensor, positions: Tensor, block_table: Tensor, seq_le
         is_wide = not seq_lens.is_floating_point() and seq_lens.dtype != torch.int32
         raise refuse("seq_lens", found, f"{taken}; pass seq_lens.int()" if is_wide else taken)
     dense_last(out=out, positions=positions, block_table=block_table)
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
+        raise refuse("out's strides", out.stride(), "memory for each value; clone an expanded tensor")
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
     return device
@@ -152,8 +154,8 @@ def _check_rows(counts: Tensor, rows: int, num_slots: int, page_size: int, rows_
     if counts.dtype != torch.int32 or counts.shape != (rows,) or not counts.is_contiguous():
         raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{rows}] int32, contiguous")
     one_device(device, counts=counts)
-    if page_size < 1 or rows_per_page < 1:
-        raise refuse("page_size and rows_per_page", f"{page_size} and {rows_per_page}", "at least 1")
+    if not (1 <= page_size <= _INT32_MAX and 1 <= rows_per_page <= _INT32_MAX):
+        raise refuse("page_size and rows_per_page", f"{page_size} and {rows_per_page}", f"1 to {_INT32_MAX}")
     largest = (max(num_slots, 1) - 1) // page_size * rows_per_page + page_size - 1
     if largest > _INT32_MAX:
         raise refuse("the largest row id", largest, f"at most {_INT32_MAX}")
@@ -161,6 +163,7 @@ def _check_rows(counts: Tensor, rows: int, num_slots: int, page_size: int, rows_
 
 def _checked_rows(out: Tensor, slots: Tensor) -> int:
     """The device of two [N, K] int32 tables, out at least as wide as slots."""
+    are_tensors(out=out, slots=slots)
     if slots.dim() != 2 or out.dim() != 2 or out.shape[0] != slots.shape[0] or out.shape[1] < slots.shape[1]:
         raise refuse("out and slots", [list(x.shape) for x in (out, slots)], "[N, at least K] and [N, K]")
     if slots.dtype != torch.int32 or out.dtype != torch.int32:

@@ -38,6 +38,9 @@ def check_ints(name: str, tensor: Tensor, ndim: int, device: torch.device) -> No
         InvalidInput: naming the argument, what was found and what is taken.
     """
     check_tensor(name, tensor, "an int32 tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise InvalidInput(f"{name} is a {kind} tensor, it takes a strided one; pass {name}.to_dense()")
     if tensor.dtype not in _INTEGERS:
         raise InvalidInput(f"{name} is {tensor.dtype}, it takes int32; convert with .int()")
     if tensor.ndim != ndim:
@@ -180,6 +183,7 @@ class Room:
         least, most = (int(v) for v in torch.aminmax(lengths))
         if least < 0:
             raise InvalidInput(f"{name} holds {least}, it takes lengths of at least 0")
+        self._check_table(name, lengths, most, step, kept)
         if most > self.max_seq_len:
             raise InvalidInput(
                 f"{name} holds {most}, it takes at most {self.max_seq_len}, this plan's max_seq_len; plan with a larger one"
@@ -189,18 +193,20 @@ class Room:
                 f"max_seq_len is {step.max_seq_len}, but {name} holds {most}; it takes the longest request of the step, "
                 f"leave it out where that is not known"
             )
+
+    def _check_table(self, name: str, lengths: Tensor, most: int, step: StepInput, kept: Kept | None) -> None:
+        """Refuse lengths, `most` the longest, past the table that they are read by."""
+        table, rows, columns = "block_table", 0, 0
         if step.block_table is not None:
-            table, rows, columns = "block_table", int(step.block_table.shape[0]), int(step.block_table.shape[1])
+            rows, columns = (int(n) for n in step.block_table.shape)
         elif kept is not None:
             table, rows, columns = "block_table, as it was,", kept.rows, kept.columns
-        else:
-            return
         if most > columns * self.page_size:
             raise InvalidInput(
                 f"{name} holds {most}, but {table} [{rows}, {columns}] with page_size {self.page_size} "
                 f"has room for {columns * self.page_size}; pass a wider table"
             )
-        if len(lengths) > rows and bool((lengths[rows:] > 0).any()):
+        if bool((lengths[rows:] > 0).any()):
             raise InvalidInput(f"{name} has {len(lengths)} requests, but {table} has {rows} rows; pass block_table")
 
     def _check_agreement(self, step: StepInput) -> None:

@@ -65,7 +65,8 @@ def _finite_amax(x: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32; on the CPU from float32 operands, as its bf16 product may accumulate in bf16."""
-    return torch.bmm(_detached(a).float(), _detached(b).float())
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.bmm(_detached(a).float(), _detached(b).float())
 
 
 def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
@@ -83,7 +84,8 @@ def absorb_query(
     if scale is None:
         batched_matmul(target, q_nope.transpose(0, 1), w_uk)
     elif latent.is_cuda:
-        product = torch.bmm(_detached(q_nope).transpose(0, 1), _detached(w_uk))
+        with torch.autocast("cuda", enabled=False):
+            product = torch.bmm(_detached(q_nope).transpose(0, 1), _detached(w_uk))
         target.view(torch.uint8).copy_(_e4m3(product, scale))
     else:
         target.view(torch.uint8).copy_(_e4m3(_matmul(q_nope.transpose(0, 1), w_uk), scale))
@@ -151,6 +153,7 @@ def finish_rows(
     base2: bool,
 ) -> None:
     """`out` is None where its empty rows stay as they are."""
+    raw_lse = None if raw_lse is None else _detached(raw_lse)
     shaped = lse if lse is not None else out[..., 0] if out is not None else None
     if shaped is None:
         return
@@ -244,6 +247,7 @@ def write_indexer_cache(data: Tensor, k: Tensor, slots: Tensor) -> None:
 def merge_partials(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None:
     """A part whose lse is infinite saw no key; whatever its out holds does not count."""
     empty = lses.isinf()
+    outs, lses = _detached(outs), _detached(lses)
     wide = torch.promote_types(outs.dtype, torch.float32)
     logits = torch.where(empty, -math.inf, lses)
     top = logits.amax(0)

@@ -53,7 +53,8 @@ def select_rows(
 
 def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:
     topk = slots.shape[-1]
-    out[..., :topk].copy_(torch.where((slots >= 0) & (slots < num_slots), slots, -1))
+    inside = (slots >= 0) & (slots.long() < num_slots)  # an int32 is not compared with 2**31
+    out[..., :topk].copy_(torch.where(inside, slots, -1))
     out[..., topk:] = -1
 
 
@@ -61,9 +62,9 @@ def compact_slots(
     out: Tensor, counts: Tensor, slots: Tensor, num_slots: int, page_size: int, rows_per_page: int
 ) -> None:
     topk = slots.shape[-1]
-    valid = (slots >= 0) & (slots < num_slots)
-    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
     slot = slots.long()
+    valid = (slot >= 0) & (slot < num_slots)
+    order = (~valid).to(torch.uint8).argsort(dim=-1, stable=True)
     row = torch.where(valid, slot // page_size * rows_per_page + slot % page_size, 0)
     out[..., :topk].copy_(row.gather(-1, order))
     out[..., topk:] = 0

@@ -293,7 +293,10 @@ class Trial:
             lse_error = _lse_error(lse[~is_empty], want.lse[~is_empty])
         norm = float(want.out.norm())
         out_error = float((out - want.out).norm()) / norm if norm else float(out.norm())
-        return Outcome(out_error, lse_error, equal, are_empty_right, selection_equal, plan.describe())
+        is_of_form = got.out.dtype == self.q_dtype and (got.lse is not None) == self.condition.return_lse
+        if got.lse is not None:
+            is_of_form = is_of_form and got.lse.dtype == torch.float32
+        return Outcome(out_error, lse_error, equal, are_empty_right, selection_equal, is_of_form, plan.describe())
 
 
 def _is_same(a: Decoded, b: Decoded, tokens: int) -> bool:

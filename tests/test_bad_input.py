@@ -84,19 +84,25 @@ PLAN: list[tuple[dict[str, Any], str]] = [
     ({"seq_lens": ints(-1, 3)}, r"seq_lens holds -1, it takes lengths of at least 0"),
     ({"seq_lens": ints(-1, 3), "seq_lens_cpu": LENS}, r"seq_lens holds -1, it takes lengths of at least 0"),
     ({"seq_lens_cpu": ints(-1, 3)}, r"seq_lens_cpu holds -1"),
-    ({"seq_lens": ints(257, 3)}, r"seq_lens holds 257, it takes at most 256, this plan's max_seq_len"),
+    (
+        {"seq_lens": ints(257, 3)},
+        r"seq_lens holds 257, but block_table \[2, 4\] with page_size 64 has room for 256; pass a wider table",
+    ),
     (
         {"seq_lens": ints(257, 3), "max_seq_len": 512},
         r"holds 257, but block_table \[2, 4\] with page_size 64 has room for 256; pass a wider",
     ),
-    ({"seq_lens": torch.tensor([2**40, 3])}, r"seq_lens holds 1099511627776, it takes at most 256"),
+    ({"seq_lens": torch.tensor([2**40, 3])}, r"seq_lens holds 1099511627776, but block_table .* has room for 256"),
     ({"max_seq_len": 10}, r"seq_lens holds 64, it takes at most 10, this plan's max_seq_len; plan with a larger one"),
     ({"seq_lens": ints(1, 2, 3)}, r"block_table has 2 rows, it takes 3, one a request"),
     (
         {"seq_lens_cpu": ints(3, 65)},
         r"seq_lens_cpu holds 65 for request 1, seq_lens 64; they take the same lengths, leave seq_lens_cpu out",
     ),
-    ({"seq_lens_cpu": torch.tensor([2**32 + 3, 64])}, r"seq_lens_cpu holds 4294967299, it takes at most 256"),
+    (
+        {"seq_lens_cpu": torch.tensor([2**32 + 3, 64])},
+        r"seq_lens_cpu holds 4294967299, but block_table .* has room for 256",
+    ),
     *[
         (
             {"block_table": table_with(x, dtype), "seq_lens": ints(3, 65)},
@@ -262,7 +268,24 @@ RUN: list[tuple[dict[str, Any], str]] = [
     ({"lse": torch.zeros(2, 5)}, r"lse is \[2, 5\] torch.float32 on cpu, it takes \[2, 4\]"),
     ({"lse": torch.zeros(2, 4).half()}, r"lse is \[2, 4\] torch.float16 on cpu, it takes \[2, 4\] torch.float32"),
     ({"lse": torch.zeros(1, 1).expand(2, 4)}, r"lse has strides \(0, 0\)"),
+    ({"lse": torch.zeros(8).as_strided((2, 4), (3, 1))}, r"lse has strides \(3, 1\), it takes memory for each value"),
+    ({"lse": torch.zeros(2, 4).to_sparse()}, r"lse is a torch.sparse_coo tensor, it takes a strided \[2, 4\]"),
+    (
+        {"out": torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])},
+        r"out is a nested tensor, it takes a strided",
+    ),
 ]
+
+
+def test_a_result_of_inference_mode_is_written_in_it_alone() -> None:
+    with torch.inference_mode():
+        made, buffers = plan(return_lse=True), {"out": out(), "lse": torch.zeros(2, 4)}
+        want = made.run(query(2), CACHE, **buffers)
+    for name, buffer in buffers.items():
+        with pytest.raises(InvalidInput, match=rf"{name} was made in inference mode.*pass {name}.clone\(\)"):
+            made.run(query(2), CACHE, **{name: buffer})
+    again = made.run(query(2), CACHE, out=buffers["out"].clone(), lse=buffers["lse"].clone())
+    assert torch.equal(again.out, want.out)
 
 
 @pytest.mark.parametrize(("given", "says"), RUN)
@@ -309,6 +332,69 @@ def test_out_and_lse_of_any_strides_are_written_in_place(strided: Tensor) -> Non
     assert got.lse is lse
     assert torch.equal(strided, want.out)
     assert torch.equal(lse, want.lse)
+
+
+def test_tensors_that_are_not_strided_are_named() -> None:
+    nested = torch.nested.nested_tensor([ints(1, 2), ints(3)])
+    for given, says in (
+        ({"seq_lens": LENS.to_sparse()}, r"seq_lens is a torch.sparse_coo tensor, it takes a strided one"),
+        ({"block_table": nested}, r"block_table is a nested tensor"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            plan(**given)  # type: ignore[arg-type]
+    for indices in (torch.ones(2, 5, dtype=torch.int32).to_sparse(), LENS.to_sparse()):
+        with pytest.raises(InvalidInput, match="indices is"):
+            sparse().run(query(2), CACHE, indices=indices)
+    slots = torch.nn.Parameter(torch.ones(2, 5, dtype=torch.int32), requires_grad=False)
+    with pytest.raises(InvalidInput, match=r"indices is a Parameter \[2, 5\] torch.int32 .* a plain tensor"):
+        sparse().run(query(2), CACHE, indices=slots)
+
+
+def test_more_columns_than_a_launch_has_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"topk is 1099511627776, it takes a whole number .*16776960"):
+        sparse(topk=2**40)
+
+
+def test_autocast_changes_no_bit() -> None:
+    weights = AbsorbWeights(WEIGHTS.w_uk.float(), WEIGHTS.w_uv.float())
+    wide = Query.from_parts(query(2).latent.float(), query(2).rope.float())
+
+    def all_of_it() -> list[Tensor]:
+        absorbed = weights.query(Q_NOPE.float(), Q_PE.float()).packed
+        decoded = plan(q_dtype=torch.float32, return_lse=True).run(wide, CACHE)
+        return [absorbed, decoded.out, decoded.lse, weights.project(wide.latent)]
+
+    want = all_of_it()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = all_of_it()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_merged_and_finished_rows_have_no_gradient() -> None:
+    parts, lses = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
+    merged = ops.merge_partials(parts, lses)
+    assert merged.lse is not None
+    assert not merged.out.requires_grad
+    assert not merged.lse.requires_grad
+    lse = torch.zeros(3, 4)
+    ops.finish_rows(None, lse, lses[0], ints(1, 0, 2), q_len=1, causal=True, base2=True, overwrite_out=False)
+    assert not lse.requires_grad
+
+
+def test_facts_that_are_no_names_or_flags_are_refused() -> None:
+    for given, says in (
+        ({"q_dtype": torch.bfloat16}, 'q_dtype is torch.bfloat16, it takes a name such as "bfloat16"'),
+        ({"cache_format": None}, 'cache_format is None, it takes a name such as "bf16" or "fp8"'),
+        ({"causal": "no"}, "causal is 'no', it takes True or False"),
+        ({"needs_lse": 1}, "needs_lse is 1, it takes True or False"),
+    ):
+        with pytest.raises(InvalidInput, match=says):
+            Problem(16, **given)  # type: ignore[arg-type]
+
+
+def test_weights_project_a_latent_of_their_own_dtype() -> None:
+    with pytest.raises(InvalidInput, match=r"latent is torch.float32, these weights take their own torch.bfloat16"):
+        WEIGHTS.project(torch.zeros(2, 4, 512))
 
 
 def test_a_ragged_query_must_hold_every_token() -> None:
@@ -461,7 +547,10 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         lambda: decode(table=None, lens=None, indices=torch.zeros(2, 0, dtype=torch.int32)),
         r"topk is 0, it takes a whole number of at least 1",
     ),
-    (lambda: decode(indices=torch.zeros(2, 5, dtype=torch.int32)), r"topk is given, so the plan is sparse"),
+    (
+        lambda: decode(indices=torch.zeros(2, 5, dtype=torch.int32)),
+        r"indices is given, so the decode is sparse: block_table",
+    ),
     (
         lambda: decode(table=None, lens=None, indices=torch.zeros(5, 2, dtype=torch.int32).T),
         r"indices has stride 2 in its last dimension, it takes 1; pass indices.contiguous\(\)",

@@ -76,11 +76,11 @@ def test_counts_below_one_are_refused(wrong: dict[str, int]) -> None:
 
 def test_an_error_that_is_no_number_is_text_in_json() -> None:
     facts = {"lse_precision": 1e-3, "allocates": ("lse",), "kernel": object}
-    outcome = Outcome(float("nan"), float("inf"), False, False, False, facts)
+    outcome = Outcome(float("nan"), float("inf"), False, False, False, False, facts)
     row = Row("a", "torch", outcome=outcome, faults=outcome.faults(Workload().condition()))
     found = Comparison("cpu", Workload(), 8, None, None, (row,))
     assert not found.is_right
     told = json.loads(json.dumps(found.as_json(), allow_nan=False))
     assert told["rows"][0]["outcome"]["out_error"] == "nan"
     assert told["rows"][0]["outcome"]["lse_error"] == "inf"
-    assert len(told["rows"][0]["faults"]) == 5
+    assert len(told["rows"][0]["faults"]) == 6

@@ -14,7 +14,9 @@ from mla_backends.catalogue import installed
 from mla_backends.conditions import Condition
 from mla_backends.endurance import Endurance
 from mla_backends.problem import Problem
-from mla_backends.support import Conventions, Limit, Range
+from mla_backends.support import Conventions, Limit, OneOf, Range
+from mla_backends.testing import Conformance, conditions, endured
+from mla_backends.trials import Trial
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
 assert isinstance(EAGER, Adapter)
@@ -100,6 +102,15 @@ class Wrapped(Adapter):
         return self.kernel(step)
 
 
+class Nameless(Right):
+    """Gives no lse, or in another dtype."""
+
+    def run(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+        out, lse = super().run(*given)
+        assert lse is not None
+        return out, lse.double() if self.step.problem.num_heads == 16 else None
+
+
 DENSE, SPARSE = Condition(), Condition(topk=64)
 
 
@@ -110,6 +121,63 @@ def faults_of(adapter: Wrapped, condition: Condition) -> tuple[str, ...]:
 @pytest.mark.parametrize("condition", [DENSE, SPARSE, Condition(layers=1, layer=0, page_size=16)], ids=str)
 def test_a_kernel_that_keeps_nothing_has_no_fault(condition: Condition) -> None:
     assert faults_of(Wrapped(Right), condition) == ()
+
+
+def test_heads_that_are_padded_and_heads_that_are_not_are_endured() -> None:
+    """What a kernel writes into a padded query is written into a copy."""
+    padding = Wrapped(Writer, heads=(16, 64))
+    assert [c.num_heads for c in endured(padding)] == [16, 1]
+    assert [c.num_heads for c in endured(Wrapped(Right, heads=(64,)))] == [64, 1]
+    few = Wrapped(Right)
+    few.support = (Limit(Problem, "num_heads", Range(4, 8), (), source="a test"),)  # type: ignore[misc]
+    assert [c.num_heads for c in endured(few)] == [4]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLA_BACKENDS_CANARY", "0")
+        assert "wrote into the query" in str(faults_of(padding, endured(padding)[0]))
+
+
+def test_an_adapter_without_an_lse_is_held_to_all_else() -> None:
+    silent = Wrapped(Right)
+    silent.support = (  # type: ignore[misc]
+        *silent.support,
+        Limit(Problem, "needs_lse", OneOf(False), (True,), source="a test"),
+    )
+    asked = [c.return_lse for c in conditions(silent)]
+    assert asked.count(False) > 40
+    assert asked.count(True) == 1  # that it is refused
+    assert faults_of(silent, endured(silent)[0]) == ()
+    suite, said = Conformance(), []
+    for condition in conditions(silent):
+        suite.test_the_numbers_are_right(silent, condition, lambda *pair: said.append(pair))
+    assert any(name == "refused" for name, _ in said)
+    assert not any("lse_error" in name for name, _ in said)
+
+
+@pytest.mark.parametrize("heads", [8, 16])
+def test_an_lse_that_is_missing_or_of_another_dtype_is_a_fault(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_BACKENDS_CANARY", "0")
+    backend, condition = get_backend("cpu", adapters=[Wrapped(Nameless)]), Condition(num_heads=heads)
+    assert any(
+        "the lse is missing or not float32" in fault for fault in Trial(condition, "cpu").run(backend).faults(condition)
+    )
+
+
+def test_a_stated_precision_is_held_and_noted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Off(Right):
+        by = 1.5e-3
+
+        def run(self, *given: Any) -> tuple[Tensor, Tensor | None]:
+            out, lse = super().run(*given)
+            assert lse is not None
+            return out, lse + self.by
+
+    monkeypatch.setenv("MLA_BACKENDS_CANARY", "0")
+    suite, said, coarse = Conformance(), [], Wrapped(Off, lse_precision=2**-9)
+    suite.test_the_numbers_are_right(coarse, Condition(), lambda *pair: said.append(pair))
+    assert {name for name, _ in said} == {"adapter", "condition", "stated_lse_error", "out_error"}
+    Off.by = 3e-3
+    with pytest.raises(AssertionError):
+        suite.test_the_numbers_are_right(coarse, Condition(), lambda *pair: None)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,27 @@ def a_selection() -> Selection:
     )
 
 
+def test_what_slots_are_written_into_has_memory_for_each() -> None:
+    positions, table = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(InvalidInput, match=r"out's strides is \(0, 1\), it takes memory for each value"):
+        ops.select_slots(torch.zeros(1, 3, dtype=torch.int32).expand(2, 3), positions, table, 64)
+    for op in (ops.sanitize_slots, lambda out, slots, n: ops.compact_slots(out, positions[:, 0], slots, n)):
+        with pytest.raises(InvalidInput, match="slots is a NoneType, it takes a tensor"):
+            op(positions, None, 5)
+    counts, huge = torch.zeros(2, dtype=torch.int32), 2**31
+    with pytest.raises(InvalidInput, match=f"page_size and rows_per_page is {huge} and {huge}"):
+        ops.compact_slots(positions.clone(), counts, positions, 5, page_size=huge, rows_per_page=huge)
+
+
+def test_a_cache_may_have_every_slot_that_an_int32_can_name() -> None:
+    slots = torch.tensor([[5, -1, 2**31 - 1]], dtype=torch.int32)
+    kept, counts = torch.zeros_like(slots), torch.zeros(1, dtype=torch.int32)
+    ops.sanitize_slots(kept, slots, 2**31)
+    assert torch.equal(kept, slots)
+    ops.compact_slots(kept, counts, slots, 2**31)
+    assert kept.tolist() == [[5, 2**31 - 1, 0]]
+
+
 def test_other_layouts_take_slots_of_their_own() -> None:
     """Rows are numbered for the layout that the plan was made with; slots are not."""
     made = a_selection()

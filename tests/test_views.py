@@ -251,6 +251,26 @@ def test_lengths_reach_no_further_than_the_table_that_was_given_last(world: Any)
         assert plan.seq_lens.tolist()[0] == 2 * page
 
 
+def test_a_failed_step_leaves_the_table_that_was_given_last(planned: Any) -> None:
+    plan = made(planned, 130, 64)
+    kernel = plan._kernel
+    assert isinstance(kernel, Snapshot)
+    kernel.fails = True
+    with pytest.raises(RuntimeError, match="no room"):
+        plan.update(**step_of(planned, 5, columns=1))
+    kernel.fails = False
+    plan.update(seq_lens_cpu=torch.tensor([200, 201], dtype=torch.int32))
+    assert_fresh(planned, plan)
+
+
+def test_each_view_knows_whether_its_own_rows_see_keys(planned: Any) -> None:
+    plan = made(planned, 5, 6, 0, seq_lens_cpu=torch.tensor([5, 6, 0], dtype=torch.int32))
+    views = {n: plan.at(n) for n in (1, 2)}
+    assert [plan._buffers.sees_keys, *(v._buffers.sees_keys for v in views.values())] == [False, True, True]
+    plan.update(seq_lens_cpu=torch.tensor([5], dtype=torch.int32))
+    assert [v._buffers.sees_keys for v in views.values()] == [True, False]
+
+
 def test_what_an_engine_writes_is_held_to_the_plans_room(world: Any) -> None:
     plan = made(world, 130, 64, 65)
     if plan.update_mode == "host":

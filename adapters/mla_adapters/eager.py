@@ -49,7 +49,8 @@ class EagerKernel(Kernel):
             grouped, (keys, source) = rows.unsqueeze(1), self._paged(*self._ragged_rows(len(rows)), cache)
         else:
             grouped, (keys, source) = rows, self._paged(*self._uniform_rows(), cache)
-        decoded, lse = self._softmax(grouped, cache, keys, source)
+        with torch.autocast(step.device.type, enabled=False):  # which would round the products' operands
+            decoded, lse = self._softmax(grouped, cache, keys, source)
         width = problem.kv_lora_rank
         return decoded.reshape(*lead, width).to(query.latent.dtype), lse.reshape(lead).float()
 
