@@ -7,7 +7,9 @@ views and facts that plans and adapters read in every step. Which bytes a row ha
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import NamedTuple, NoReturn
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ from torch import Tensor
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown, whole_number
 from mla_backends.formats import Format, format_named
-from mla_backends.graph_node import is_same_memory, numbered
 from mla_backends.pages import (
     alignment_of,
     device_scale,
@@ -50,6 +51,14 @@ _KNOWN_FACTS: dict[CacheFacts, CacheFacts] = {}
 """One object for equal facts, so that a plan knows a layer's layout again by identity."""
 
 
+_LIVING: WeakValueDictionary[Hashable, PagedCache] = WeakValueDictionary()
+
+
+def _place(rows: Tensor, scale: Tensor | None) -> Hashable:
+    """What tells two layers apart: a layer's memory, how it is laid out, and where its scale is."""
+    return rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, None if scale is None else scale.data_ptr()
+
+
 class PagedCache:
     """One layer's paged rows, wherever they lie: no copy, any page and row stride, last dimension dense. Immutable.
 
@@ -68,7 +77,6 @@ class PagedCache:
         latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
         latent_heads, rope_heads: [pages, page_size, 1, L] and [.., R], the same with the one KV head as an axis.
         scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
-        number: how a compiled graph finds it.
 
     Raises:
         InvalidInput: where dtype, widths, strides or scale are not those of the format.
@@ -84,7 +92,6 @@ class PagedCache:
         "kv_scale",
         "latent",
         "latent_heads",
-        "number",
         "page_size",
         "rope",
         "rope_heads",
@@ -96,7 +103,6 @@ class PagedCache:
     format: Format
     page_size: int
     kv_scale: float | Tensor | None
-    number: int
     facts: CacheFacts
     rows: Tensor
     heads: Tensor
@@ -132,7 +138,6 @@ class PagedCache:
         if kv_scale is not None and not isinstance(kv_scale, Tensor) and type(kv_scale) not in (int, float):
             kv_scale = float(kv_scale)
         put(self, "kv_scale", kv_scale)
-        put(self, "number", numbered(self))
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
@@ -152,6 +157,7 @@ class PagedCache:
             device=rows.device,
         )
         put(self, "facts", _KNOWN_FACTS.setdefault(facts, facts))
+        _LIVING[_place(rows, self.scale)] = self
 
     @classmethod
     def allocate(
@@ -171,18 +177,10 @@ class PagedCache:
         data = zeros((*shape, layout.row_width(kv_lora_rank, qk_rope_head_dim)), layout, device)
         return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
-    def over(self, rows: Tensor) -> PagedCache:
-        """This cache, or one like it over other memory [pages, page_size, row]."""
-        if is_same_memory(rows, self.rows):
-            return self
-        f = self.facts
-        return PagedCache(
-            rows,
-            f.format,
-            kv_scale=self.kv_scale,
-            kv_lora_rank=f.kv_lora_rank,
-            qk_rope_head_dim=f.qk_rope_head_dim,
-        )
+    @classmethod
+    def of(cls, rows: Tensor, scale: Tensor | None) -> PagedCache | None:
+        """A living cache with these `rows` and this `scale`, by where they lie; None where there is none."""
+        return _LIVING.get(_place(rows, scale))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a PagedCache is immutable, so {name} cannot be set; make another one over the same data")

@@ -1,12 +1,14 @@
-"""A plan's `run` and `select_slots`, each as one node of a compiled graph: torch.compile neither looks into it nor breaks at it.
+"""A plan's `run`, `select_slots` and `refresh`, each as one node of a compiled graph: torch.compile neither looks into it nor
+breaks at it.
 
-The node knows plan, query and cache by number. Their tensors go in beside the numbers, as a compiled graph may write
-another tensor in their place and copy it back later.
+The node knows its plan by number. All tensors that it reads go in beside it, those that outside code may write into the plan
+among them, so that a graph orders it behind what writes them; what lies elsewhere than the plan has it was written in the
+graph, which copies it back later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,23 +18,23 @@ from torch import Tensor
 from mla_backends.errors import InvalidInput
 from mla_backends.op_table import register
 
-__all__ = ["is_same_memory", "numbered", "run_in_graph", "select_in_graph"]
+__all__ = ["is_same_memory", "numbered", "refresh_in_graph", "run_in_graph", "select_in_graph"]
 
 _LIVING: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
 
 
-def numbered(owner: Any) -> int:
-    """A number by which a graph's node finds `owner` again while it lives."""
+def numbered(plan: Any) -> int:
+    """A number by which a graph's node finds `plan` again while it lives."""
     number = next(_numbers)
-    _LIVING[number] = owner
+    _LIVING[number] = plan
     return number
 
 
 def _living(number: int) -> Any:
     found = _LIVING.get(number)
     if found is None:
-        raise InvalidInput(f"object {number} of a compiled graph is gone; keep its plan, query and cache while it runs")
+        raise InvalidInput(f"plan {number} of a compiled graph is gone; keep it while the graph runs")
     return found
 
 
@@ -43,21 +45,31 @@ def is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
+def _copied(given: Sequence[Tensor], into: Sequence[Tensor]) -> bool:
+    """Bring values to where they belong; whether any lay elsewhere."""
+    apart = [(a, b) for a, b in zip(into, given, strict=True) if not is_same_memory(a, b)]
+    for mine, theirs in apart:
+        mine.copy_(theirs)
+    return bool(apart)
+
+
 def _run(
     plan: int,
-    query: int,
-    cache: int,
+    held: list[Tensor],
     latent: Tensor,
     rope: Tensor,
     scale: Tensor | None,
-    data: Tensor,
+    rows: Tensor,
+    kv_scale: Tensor | None,
     indices: Tensor | None,
     is_selected: bool,
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    asked, layer, made = _living(query).over(latent, rope, scale), _living(cache).over(data), _living(plan)
-    made.run(asked, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
+    made = _living(plan)
+    _copied(held, made.held)
+    query, layer = made.query_over(latent, rope, scale), made.cache_over(rows, kv_scale)
+    made.run(query, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
 
 
 def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
@@ -66,9 +78,18 @@ def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, se
         table.copy_(made)
 
 
+def _refresh(plan: int, block_table: Tensor, seq_lens: Tensor) -> None:
+    made = _living(plan)
+    given = (block_table, seq_lens)
+    were_apart = _copied(given, made.held[:2])
+    made.refresh()
+    if were_apart:  # refresh holds lengths to the plan's room
+        _copied(made.held[:2], given)
+
+
 run_in_graph: Callable[..., None] = register(
-    "run_plan(int plan, int query, int cache, Tensor latent, Tensor rope, Tensor? scale, Tensor data, Tensor? indices, "
-    "bool is_selected, Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    "run_plan(int plan, Tensor[] held, Tensor latent, Tensor rope, Tensor? scale, Tensor rows, Tensor? kv_scale, "
+    "Tensor? indices, bool is_selected, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _run,
     _run,
 )
@@ -77,4 +98,8 @@ select_in_graph: Callable[..., None] = register(
     "select_slots_of_plan(Tensor(a!) table, int plan, Tensor positions, Tensor block_table, Tensor? seq_lens) -> ()",
     _select,
     _select,
+)
+
+refresh_in_graph: Callable[..., None] = register(
+    "refresh_plan(int plan, Tensor(a!) block_table, Tensor(b!) seq_lens) -> ()", _refresh, _refresh
 )

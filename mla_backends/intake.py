@@ -66,6 +66,13 @@ class Intake:
         self._brought: Query | None = None
         self._copy: Callable[[], None] | None = None
 
+    def over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
+        """A query of those tensors: the last one where it is theirs."""
+        last = self._last
+        if isinstance(last, Query) and last.is_over(latent, rope, scale):
+            return last
+        return Query(latent, rope, scale=scale)
+
     def new_query(self) -> Query:
         """A packed buffer in the kernel's heads and dtype, all zeros.
 

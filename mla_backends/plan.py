@@ -19,7 +19,8 @@ from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.device import is_capturing
 from mla_backends.errors import InvalidInput, whole_number
-from mla_backends.graph_node import numbered, run_in_graph, select_in_graph
+from mla_backends.formats import format_named
+from mla_backends.graph_node import numbered, refresh_in_graph, run_in_graph, select_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
@@ -75,6 +76,11 @@ class DecodePlan:
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
         self._number = numbered(self)
+        q_scale = recipe.q_scale
+        self.held = [] if self._is_sparse else [buffers.block_table, buffers.seq_lens]
+        """What outside code may write, which a graph's node must read: the buffers, then the scale of its queries."""
+        if isinstance(q_scale, Tensor):
+            self.held.append(q_scale)
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -156,6 +162,7 @@ class DecodePlan:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable(reason="DecodePlan.update is the host's work: call it outside of the compiled function")
     def update(
         self,
         block_table: Tensor | None = None,
@@ -214,6 +221,10 @@ class DecodePlan:
             raise InvalidInput(
                 f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)"
             )
+        if _is_compiling():
+            if not self._is_sparse:
+                refresh_in_graph(self._is_cuda, self._number, *self.held[:2])
+            return
         self._buffers.rewritten()
         self._replan()
 
@@ -368,9 +379,26 @@ class DecodePlan:
         if isinstance(indices, Selection):
             indices.check_owner(self._selection)
             indices = indices.kernel_table
-        parts = (query.latent, query.rope, query.scale, cache.rows, indices)
-        run_in_graph(self._is_cuda, self._number, query.number, cache.number, *parts, is_selected, out, lse)
+        # The caller's own scale rather than a view of it: one of two names that a graph writes by.
+        kv_scale = cache.kv_scale if isinstance(cache.kv_scale, Tensor) else cache.scale
+        parts = (query.latent, query.rope, query.scale, cache.rows, kv_scale, indices)
+        run_in_graph(self._is_cuda, self._number, self.held, *parts, is_selected, out, lse)
         return Decoded(out, lse)
+
+    def query_over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
+        """For a graph's node: the query of those tensors."""
+        return self._intake.over(latent, rope, scale)
+
+    def cache_over(self, rows: Tensor, scale: Tensor | None) -> PagedCache:
+        """For a graph's node: the layer of those tensors, one like those that this plan takes where none lives there."""
+        problem = self.problem
+        return PagedCache.of(rows, scale) or PagedCache(
+            rows,
+            format_named(problem.cache_format).name,
+            kv_scale=scale,
+            kv_lora_rank=problem.kv_lora_rank,
+            qk_rope_head_dim=problem.qk_rope_head_dim,
+        )
 
     def _accept_cache(self, cache: PagedCache) -> None:
         """Admit a layer whose layout the adapter takes; remembered by its facts."""

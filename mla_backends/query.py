@@ -13,11 +13,12 @@ from torch import Tensor
 
 from mla_backends import ops
 from mla_backends.errors import InvalidInput, shown, whole_number
-from mla_backends.graph_node import is_same_memory, numbered
+from mla_backends.graph_node import is_same_memory
 
 __all__ = ["Query", "by_tokens", "merged", "tokens"]
 
 _E4M3 = torch.float8_e4m3fn
+_is_compiling = torch.compiler.is_compiling
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, _E4M3)
 
 
@@ -32,7 +33,6 @@ class Query:
         scale: an e4m3 query's scale, [1] float32 on the device: value = stored * scale. None for bf16, fp16, fp32.
         facts: (shape of latent, R, dtype, device), for plans to compare.
         is_packed: latent and rope lie next to each other in one buffer, so that `packed` is a view of it.
-        number: how a compiled graph finds it.
     """
 
     __slots__ = (
@@ -42,7 +42,6 @@ class Query:
         "facts",
         "is_packed",
         "latent",
-        "number",
         "rope",
         "scale",
         "settle",
@@ -54,7 +53,6 @@ class Query:
     scale: Tensor | None
     facts: tuple[torch.Size, int, torch.dtype, torch.device]
     is_packed: bool
-    number: int
     _buffer: Tensor | None
     _reshaped: dict[torch.Size, Query]
     staging: Query | None
@@ -66,7 +64,9 @@ class Query:
         """Use `from_parts` or `from_packed`."""
         _check_query(latent, rope, scale)
         latent, rope = _detached(latent), _detached(rope)
-        buffer = _one_buffer(latent, rope) if packed is None else packed
+        buffer = packed
+        if packed is None and not _is_compiling():  # whose tensors have no address yet
+            buffer = _one_buffer(latent, rope)
         put = object.__setattr__
         put(self, "latent", latent)
         put(self, "rope", rope)
@@ -76,7 +76,6 @@ class Query:
         put(self, "is_packed", buffer is not None)
         put(self, "_buffer", buffer)
         put(self, "_reshaped", {})
-        put(self, "number", numbered(self))
         put(self, "staging", None)
         put(self, "settle", None)
 
@@ -115,12 +114,10 @@ class Query:
         object.__setattr__(self, "settle", settle)
         return self
 
-    def over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
-        """This query, or one like it over other memory."""
+    def is_over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> bool:
+        """Whether this query is of those tensors' memory."""
         mine, given = (self.latent, self.rope, self.scale), (latent, rope, scale)
-        if all(is_same_memory(a, b) for a, b in zip(mine, given, strict=True)):
-            return self
-        return Query(latent, rope, scale=scale)
+        return all(is_same_memory(a, b) for a, b in zip(mine, given, strict=True))
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(

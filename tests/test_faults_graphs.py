@@ -5,6 +5,7 @@ What needs a GPU is skipped on a CPU; the updates that a graph would be replayed
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -655,18 +656,118 @@ def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
     cache, lens, table = world.cache(), world.ints(70, 1), world.table(2, -(-70 // world.page_size))
     plan, query = world.plan(cache, table, lens), world.query(2)
     out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
-    numbers = (plan._number, query.number, cache.number)
-    args = (*numbers, query.latent, query.rope, None, cache.rows, None, False, out, lse)
+    parts = (query.latent, query.rope, None, cache.rows, cache.scale, None)
+    args = (plan._number, plan.held, *parts, False, out, lse)
     # torch's schema check multiplies what it is given, which float8 has no kernel for
     checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
 
 
-def test_a_graph_whose_query_is_gone_says_so() -> None:
+def test_a_graph_whose_plan_is_gone_says_so() -> None:
     _, make, cache = watching()
     plan, query = make([3, 64]), parts(2)
-    number, tensors = query.number, (query.latent, query.rope, None, cache.rows, None, False)
-    del query
-    out = torch.zeros(2, 12, 512, dtype=torch.bfloat16)
-    with pytest.raises(InvalidInput, match="is gone; keep its plan, query and cache"):
-        torch.ops.mla_backends.run_plan(plan._number, number, cache.number, *tensors, out, None)
+    number, held = plan._number, plan.held
+    del plan
+    gc.collect()
+    tensors, out = (query.latent, query.rope, None, cache.rows, None, None), torch.zeros(2, 12, 512).bfloat16()
+    with pytest.raises(InvalidInput, match=f"plan {number} of a compiled graph is gone; keep it while the graph runs"):
+        torch.ops.mla_backends.run_plan(number, held, *tensors, False, out, None)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+def test_what_a_graph_writes_into_a_plan_is_what_it_then_decodes(world: Any, backend: str) -> None:
+    cache, query, columns = world.cache(), world.query(2), -(-130 // world.page_size)
+    plan = world.plan(cache, world.table(2, columns), world.ints(100, 1))
+    if plan.update_mode == "host":
+        with pytest.raises(Exception, match="plans on the host, so refresh cannot serve it"):
+            torch.compile(plan.refresh, backend=backend)()
+        return
+
+    def step(table: Tensor, lens: Tensor) -> tuple[Tensor, Tensor]:
+        plan.block_table.copy_(table)
+        plan.seq_lens.copy_(lens)
+        plan.refresh()
+        decoded = plan.run(query, cache)
+        return decoded.out + 0, decoded.lse + 0
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for seed, lens in enumerate(((7, 130), (0, 64), (130, 3))):
+        table = world.table(2, columns, seed=seed)
+        got = Decoded(*compiled(table, world.ints(*lens)))
+        fresh = world.plan(cache, table, world.ints(*lens), max_seq_len=columns * world.page_size)
+        assert world.same(got, fresh.run(query, cache))
+        assert plan.seq_lens.tolist() == list(lens)
+
+
+def test_lengths_that_a_graph_writes_are_held_to_the_room(world: Any) -> None:
+    plan = world.plan(world.cache(), world.table(2, 2), world.ints(9, 1))
+    if world.device.type == "cpu" or plan.update_mode == "host":
+        return  # refused there: tests/test_views.py
+
+    def step(lens: Tensor) -> None:
+        plan.seq_lens.copy_(lens)
+        plan.refresh()
+
+    torch.compile(step, fullgraph=True, backend="aot_eager")(world.ints(100_000, -3))
+    assert plan.seq_lens.tolist() == [2 * world.page_size, 0]
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_that_a_graph_writes_is_the_one_that_it_decodes_with(shape: tuple[int, ...]) -> None:
+    scale, lens = torch.ones(shape), torch.tensor([70, 1], dtype=torch.int32)
+    cache = PagedCache.allocate(4, 64, "fp8", "cpu", kv_scale=scale)
+    cache.write(torch.randn(256, 512).bfloat16(), torch.randn(256, 64).bfloat16(), torch.arange(256))
+    plan = get_backend("cpu").plan(cache, torch.tensor([[0, 1], [2, 3]]), lens, num_heads=12, softmax_scale=0.1)
+    query = parts(2)
+
+    def layer(value: Tensor) -> Tensor:
+        scale.copy_(value)
+        return plan.run(query, cache).out + 0
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for value in (2.0, 0.5):
+        got = compiled(torch.full(shape, value))
+        scale.fill_(value)
+        assert torch.equal(got, plan.run(query, cache).out)
+
+
+def test_an_update_is_not_compiled(world: Any) -> None:
+    cache, query, columns = world.cache(), world.query(2), -(-130 // world.page_size)
+    plan, step = world.plan(cache, world.table(2, columns), world.ints(100, 1)), step_of(world, (9, 130), columns)
+    want = world.plan(cache, step["block_table"], step["seq_lens"], max_seq_len=columns * world.page_size)
+
+    def both() -> Tensor:
+        plan.update(**step)
+        return plan.run(query, cache).out + 0
+
+    with pytest.raises(Exception, match="call it outside of the compiled function"):
+        torch.compile(both, fullgraph=True, backend="aot_eager")()
+    assert torch.equal(torch.compile(both, backend="aot_eager")(), want.run(query, cache).out)
+
+
+def test_one_compiled_function_serves_many_layers_and_queries(world: Any) -> None:
+    lens, table = world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    layers = [world.cache(seed=20 * i) for i in range(12)]
+    plan = world.plan(layers[0], table, lens)
+    attend = torch.compile(lambda query, cache: plan.run(query, cache).out + 0, fullgraph=True, backend="aot_eager")
+    for i, cache in enumerate(layers):
+        query = world.query(2, seed=i)
+        assert torch.equal(attend(query, cache), plan.run(query, cache).out)
+
+
+def test_a_query_may_be_made_in_the_graph(world: Any) -> None:
+    cache, lens, table = world.cache(), world.ints(70, 1), world.table(2, -(-70 // world.page_size))
+    weights = AbsorbWeights(world.normal(16, 128, 512) * 0.1, world.normal(16, 512, 128, seed=8))
+    plan = world.plan(cache, table, lens)
+    q_nope, q_pe = world.normal(2, 16, 128), world.normal(2, 16, 64, seed=4)
+
+    def absorbed(q_nope: Tensor, q_pe: Tensor) -> Tensor:
+        return plan.run(weights.query(q_nope, q_pe), cache).out + 0
+
+    def given(latent: Tensor, rope: Tensor) -> Tensor:
+        return plan.run(Query.from_parts(latent, rope), cache).out + 0
+
+    latent, rope = world.normal(2, 16, 512), q_pe
+    for function, inputs in ((absorbed, (q_nope, q_pe)), (given, (latent, rope))):
+        want = function(*inputs)
+        assert torch.equal(torch.compile(function, fullgraph=True, backend="aot_eager")(*inputs), want)

@@ -128,7 +128,7 @@ def test_an_op_compiles_without_a_graph_break_and_gives_the_same_bits(name, devi
 
 
 # Whole plans' nodes have tests of their own, among those of torch.compile.
-NODES = ("run_plan", "select_slots_of_plan")
+NODES = ("refresh_plan", "run_plan", "select_slots_of_plan")
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,6 @@ def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> N
     assert torch.equal(copy, right)
     assert torch.equal(held, right)
     out, lse = torch.empty_like(want.out), torch.empty_like(want.lse)
-    parts = (query.latent, query.rope, None, cache.rows, copy.fill_(7), True)
-    torch.ops.mla_backends.run_plan(plan._number, query.number, cache.number, *parts, out, lse)
+    parts = (query.latent, query.rope, None, cache.rows, cache.scale, copy.fill_(7), True)
+    torch.ops.mla_backends.run_plan(plan._number, plan.held, *parts, out, lse)
     assert sparse.same(Decoded(out, lse), want)
