@@ -6,9 +6,10 @@ library. `run` allocates nothing of its own, waits for nothing, and does nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +34,13 @@ from mla_backends.support import Conventions
 __all__ = ["DecodePlan"]
 
 _is_compiling = torch.compiler.is_compiling
+_Method = TypeVar("_Method", bound=Callable[..., None])
+
+
+def _of_the_host(method: _Method) -> _Method:
+    """What torch.compile must not look into: a whole graph is refused, another is broken there."""
+    why = f"{method.__qualname__} is work of the host: call it outside of the compiled function"
+    return cast(_Method, torch.compiler.disable(method, reason=why))
 
 
 class DecodePlan:
@@ -162,7 +170,7 @@ class DecodePlan:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable(reason="DecodePlan.update is the host's work: call it outside of the compiled function")
+    @_of_the_host
     def update(
         self,
         block_table: Tensor | None = None,

@@ -733,7 +733,7 @@ def test_a_scale_that_a_graph_writes_is_the_one_that_it_decodes_with(shape: tupl
 
 def test_an_update_is_not_compiled(world: Any) -> None:
     cache, query, columns = world.cache(), world.query(2), -(-130 // world.page_size)
-    plan, step = world.plan(cache, world.table(2, columns), world.ints(100, 1)), step_of(world, (9, 130), columns)
+    plan, step = world.plan(cache, world.table(2, columns), world.ints(100, 1)), step_of(world, (9, 130), columns, 7)
     want = world.plan(cache, step["block_table"], step["seq_lens"], max_seq_len=columns * world.page_size)
 
     def both() -> Tensor:
