@@ -98,13 +98,19 @@ inline bool shaped(const TensorView& x, int ndim) {
   return x.stride(-1) == 1 || x.size(-1) <= 1;
 }
 
-inline bool on_one_device(const TensorView& first, std::initializer_list<TensorView> tensors,
+// All with memory of one device, and `written` with some for each of its values. A fake tensor has none.
+inline bool on_one_device(const TensorView& written, std::initializer_list<TensorView> tensors,
                           std::initializer_list<OptionalTensor> optional = {}) {
-  const DLDevice device = first.device();
+  const DLDevice device = written.device();
   if (device.device_type != kDLCUDA) return false;
   const auto here = [&](const TensorView& x) {
-    return x.device().device_type == device.device_type && x.device().device_id == device.device_id;
+    return x.device().device_type == device.device_type && x.device().device_id == device.device_id &&
+           (x.data_ptr() != nullptr || x.numel() == 0);
   };
+  if (!here(written)) return false;
+  for (int i = 0; i < written.ndim(); ++i) {
+    if (written.size(i) > 1 && written.stride(i) == 0) return false;
+  }
   for (const TensorView& x : tensors) {
     if (!here(x)) return false;
   }

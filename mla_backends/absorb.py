@@ -176,6 +176,10 @@ class AbsorbWeights:
             raise InvalidInput(
                 f"latent is {latent.dtype}, these weights take their own {self.w_uv.dtype}; convert one of them with .to()"
             )
+        if latent.stride(-1) != 1 and latent.numel():
+            raise InvalidInput(
+                f"latent has stride {latent.stride(-1)} in its last dimension, it takes 1; pass latent.contiguous()"
+            )
         shape = (*latent.shape[:-1], value)
         if out is None:
             out = torch.empty(shape, dtype=latent.dtype, device=latent.device)

@@ -122,6 +122,13 @@ class PagedCache:
         kv_lora_rank: int = 512,
         qk_rope_head_dim: int = 64,
     ) -> None:
+        # A view that is made in inference mode can only be written there, and caches outlive it.
+        with torch.inference_mode(False):
+            self._make(data, format, kv_scale, kv_lora_rank, qk_rope_head_dim)
+
+    def _make(
+        self, data: Tensor, format: Format, kv_scale: float | Tensor | None, kv_lora_rank: int, qk_rope_head_dim: int
+    ) -> None:
         layout = layout_of(format, kv_lora_rank, qk_rope_head_dim)
         # As plain numbers, as layout_of takes numpy's too.
         kv_lora_rank, qk_rope_head_dim = operator.index(kv_lora_rank), operator.index(qk_rope_head_dim)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mla_backends import torch_ops
 from mla_backends.errors import real_number
 from mla_backends.formats import INDEXER_WIDTH, Format, format_named, is_float32_scale
-from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse
+from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse, writable
 from mla_backends.query_ops import rope_tail
 
 __all__ = ["write_cache", "write_cache_and_rope", "write_indexer_cache"]
@@ -79,7 +79,7 @@ def _check_write(
     if data.dim() != 3:
         raise refuse("data", list(data.shape), "[pages, page_size, row]; squeeze the head dimension")
     _checked_slots(slot_mapping, device, kv_c=kv_c, k_pe=k_pe)
-    dense_last(data=data)
+    writable(data=data)
     if kv_c.dtype != k_pe.dtype:
         raise refuse("the dtype of kv_c and k_pe", f"{kv_c.dtype} and {k_pe.dtype}", "one dtype")
     stored = str(data.dtype).removeprefix("torch.")
@@ -169,7 +169,8 @@ def write_cache_and_rope(
         raise refuse("rope", list(rope.shape), f"[{tokens}, at least {heads}, {width}], from q_pe")
     if rope.dtype != q_pe.dtype or q_pe.dtype not in _VALUES:
         raise refuse("the dtype of rope and q_pe", f"{rope.dtype} and {q_pe.dtype}", "one of bf16, fp16, fp32")
-    dense_last(rope=rope, q_pe=q_pe)
+    writable(rope=rope)
+    dense_last(q_pe=q_pe)
     one_device(data.get_device(), rope=rope, q_pe=q_pe)
     if not slot_mapping.shape[0] or not data.numel():
         rope_tail(rope, q_pe)
@@ -199,6 +200,7 @@ def write_indexer_cache(data: Tensor, k: Tensor, slot_mapping: Tensor) -> None:
         raise refuse(
             "the strides of data", list(data.stride()), f"[any, {_INDEXER_ROW}, 1]: keys and scales are split by page"
         )
+    writable(data=data)
     tokens = _checked_slots(slot_mapping, data.get_device(), k=k)
     if k.shape[1] != INDEXER_WIDTH:
         raise refuse("k", list(k.shape), f"[at least {tokens}, {INDEXER_WIDTH}]")

@@ -175,6 +175,12 @@ def _error(adapter: Adapter, serving: Serving, problem: Problem, device: Device,
         picked = torch.randint(0, cache.num_slots, shape, generator=generator, dtype=torch.int32, device="cpu")
         indices = picked.to(where)
     decoded = plan.run(query, cache, indices=indices)
+    if decoded.out.dtype != recipe.q_dtype:
+        raise ArithmeticError(f"out is {decoded.out.dtype}, the query's dtype is {recipe.q_dtype}")
+    if problem.needs_lse and (decoded.lse is None or decoded.lse.dtype != torch.float32):
+        raise ArithmeticError(
+            f"lse is {'missing' if decoded.lse is None else decoded.lse.dtype}, it is asked for in float32"
+        )
     got = decoded.out.double().cpu()
     values = cache.dequantized()
     if indices is not None:

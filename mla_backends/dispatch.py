@@ -85,7 +85,11 @@ def _verdict(
     adapter: Adapter, problem: Problem, device: Device, ask: Callable[[Adapter], Serving] | None, *, is_forced: bool
 ) -> Verdict:
     packages = " or ".join(p.package for p in adapter.providers) or "torch"
-    reasons = adapter.refusals(problem, device, forced=is_forced)
+    try:
+        reasons = adapter.refusals(problem, device, forced=is_forced)
+    except Exception as error:  # whatever a plug-in's rules do, it is this adapter's reason and takes nobody down
+        found = f"its own rules end in {type(error).__name__}: {error}"
+        reasons = (Refusal("", found, "rules that judge any problem", f"support of {adapter.name}", "tell its author"),)
     if ask is None:
         return Verdict(adapter.name, packages, reasons)
     if reasons:

@@ -16,10 +16,22 @@ from torch import Tensor
 from mla_backends.compiled import function
 from mla_backends.errors import InvalidInput
 
-__all__ = ["Op", "are_tensors", "dense_last", "one_device", "one_float", "refuse", "register", "requests"]
+__all__ = [
+    "Op",
+    "are_tensors",
+    "dense_last",
+    "one_device",
+    "one_float",
+    "own_memory",
+    "refuse",
+    "register",
+    "requests",
+    "writable",
+]
 
 _LIBRARY = torch.library.Library("mla_backends", "DEF")
 _is_compiling = torch.compiler.is_compiling
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def register(schema: str, on_cpu: Callable[..., None], on_cuda: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +52,8 @@ def register(schema: str, on_cpu: Callable[..., None], on_cuda: Callable[..., No
     overload = getattr(torch.ops.mla_backends, name).default
 
     def run(is_cuda: bool, *args: Any) -> None:
-        if _is_compiling():
+        # A fake tensor has no memory, and a mode that records needs to see the op.
+        if _is_compiling() or any(isinstance(a, Tensor) and type(a) not in _PLAIN for a in args):
             overload(*args)
         elif is_cuda:
             on_cuda(*args)
@@ -111,6 +124,22 @@ def dense_last(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise refuse(f"the last stride of {name}", x.stride(-1), f"1; pass {name}.contiguous()")
+
+
+def own_memory(**tensors: Tensor) -> None:
+    """Raises InvalidInput for what an op would write in one place for several values."""
+    for name, x in tensors.items():
+        if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+            raise refuse(f"the strides of {name}", x.stride(), "memory for each value; clone an expanded tensor")
+
+
+def writable(**tensors: Tensor) -> None:
+    """Raises InvalidInput for what an op cannot write row by row: a last dimension that is not dense, and as `own_memory`."""
+    for name, x in tensors.items():
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            taken = "1; it is written, so give memory whose rows are dense"
+            raise refuse(f"the last stride of {name}", x.stride(-1), taken)
+    own_memory(**tensors)
 
 
 def one_device(device: int, **tensors: Tensor | None) -> None:

@@ -108,7 +108,8 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def zeros(shape: tuple[int, ...], layout: CacheFormat, device: torch.device | str) -> Tensor:
-    return torch.zeros(shape, dtype=dtype_named(layout.dtypes[0]), device=torch_device(device))
+    with torch.inference_mode(False):  # what is made in it cannot be written outside of it
+        return torch.zeros(shape, dtype=dtype_named(layout.dtypes[0]), device=torch_device(device))
 
 
 def alignment_of(base: Tensor, *strides: int) -> int:

@@ -84,6 +84,10 @@ class Problem:
                 if value is not None or name not in _UNKNOWN:
                     object.__setattr__(self, name, whole_number(name, value, least=least))
 
+        if self.page_stride is not None and self.page_stride < self.page_size:
+            raise InvalidInput(
+                f"page_stride is {self.page_stride} rows, it takes at least page_size, {self.page_size}; None is packed pages"
+            )
         for name in ("cache_format", "q_dtype"):
             if not isinstance(getattr(self, name), str):
                 cure = 'a name such as "bfloat16"' if name == "q_dtype" else 'a name such as "bf16" or "fp8"'
@@ -119,7 +123,8 @@ def _required(config: Any, name: str) -> int:
     found = _value(config, name)
     if found is None:
         raise InvalidInput(
-            f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config"
+            f"the config has no {name}, so it describes no MLA model; it takes a DeepSeek-V2/V3 or kindred config, "
+            f"of a multimodal model its text_config"
         )
     try:
         return int(found)

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import Op, are_tensors, dense_last, one_device, one_float, refuse, register, requests
+from mla_backends.op_table import (
+    Op,
+    are_tensors,
+    dense_last,
+    one_device,
+    one_float,
+    refuse,
+    register,
+    requests,
+    writable,
+)
 
 __all__ = ["absorb_query", "batched_matmul", "concat_nope_rope", "quantize_query", "query_scale", "rope_tail"]
 
@@ -56,7 +66,8 @@ def batched_matmul(out: Tensor, a: Tensor, b: Tensor) -> None:
         raise refuse("out", list(out.shape), f"{[g, ma, nb]}, from a and b")
     if a.dtype not in _VALUES or a.dtype != b.dtype or a.dtype != out.dtype:
         raise refuse("the dtype of out, a, b", f"{out.dtype}, {a.dtype}, {b.dtype}", "one of bf16, fp16, fp32")
-    dense_last(out=out, a=a, b=b)
+    writable(out=out)
+    dense_last(a=a, b=b)
     device = out.get_device()
     one_device(device, a=a, b=b)
     if k == 0:
@@ -116,7 +127,8 @@ def absorb_query(
             f"{latent.dtype} and {rope.dtype}",
             f"{stored} {'without' if scale is None else 'with'} a scale",
         )
-    dense_last(latent=latent, rope=rope, q_nope=q_nope, q_pe=q_pe, w_uk=w_uk)
+    writable(latent=latent, rope=rope)
+    dense_last(q_nope=q_nope, q_pe=q_pe, w_uk=w_uk)
     device = latent.get_device()
     one_device(device, rope=rope, q_nope=q_nope, q_pe=q_pe, w_uk=w_uk)
     if scale is not None:
@@ -150,7 +162,8 @@ def concat_nope_rope(out: Tensor, nope: Tensor, rope: Tensor) -> None:
         raise refuse(
             "the dtype of out, nope, rope", f"{out.dtype}, {nope.dtype}, {rope.dtype}", "one of 1, 2 or 4 bytes"
         )
-    dense_last(out=out, nope=nope, rope=rope)
+    writable(out=out)
+    dense_last(nope=nope, rope=rope)
     device = out.get_device()
     one_device(device, nope=nope, rope=rope)
     if out.numel():
@@ -170,6 +183,7 @@ def rope_tail(rope: Tensor, q_pe: Tensor, scale: Tensor | None = None) -> None:
     """
     if _rope_tail.took(rope, q_pe, scale):
         return
+    are_tensors(rope=rope, q_pe=q_pe)
     if rope.dim() != 3 or q_pe.dim() != 3:
         raise refuse("rope and q_pe", [list(x.shape) for x in (rope, q_pe)], "[T, H', R] and [T, H, R]")
     tokens, heads, width = q_pe.shape
@@ -180,7 +194,8 @@ def rope_tail(rope: Tensor, q_pe: Tensor, scale: Tensor | None = None) -> None:
         raise refuse(
             "the dtype of rope and q_pe", f"{rope.dtype} and {q_pe.dtype}", f"{stored}, and bf16, fp16 or fp32"
         )
-    dense_last(rope=rope, q_pe=q_pe)
+    writable(rope=rope)
+    dense_last(q_pe=q_pe)
     device = rope.get_device()
     one_device(device, q_pe=q_pe)
     if scale is not None:
@@ -202,11 +217,13 @@ def quantize_query(out: Tensor, query: Tensor, scale: Tensor) -> None:
     """
     if _quantize.took(out, query, scale):
         return
+    are_tensors(out=out, query=query, scale=scale)
     if out.dim() != 3 or out.shape != query.shape:
         raise refuse("out and query", [list(x.shape) for x in (out, query)], "one [T, H, D]")
     if out.dtype != _E4M3 or query.dtype not in _VALUES:
         raise refuse("the dtype of out and query", f"{out.dtype} and {query.dtype}", f"{_E4M3}, and bf16, fp16 or fp32")
-    dense_last(out=out, query=query)
+    writable(out=out)
+    dense_last(query=query)
     device = out.get_device()
     one_device(device, query=query)
     one_float("scale", scale, device)
@@ -233,6 +250,7 @@ def query_scale(
     """
     if _query_scale.took(out, latent, rope, seq_lens, cu_q_lens, q_len):
         return
+    are_tensors(out=out, latent=latent, rope=rope)
     if latent.dim() != 3 or rope.dim() != 3 or latent.shape[:2] != rope.shape[:2]:
         raise refuse("latent and rope", [list(x.shape) for x in (latent, rope)], "[T, H, L] and [T, H, R]")
     if latent.dtype not in _VALUES or latent.dtype != rope.dtype:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_backends import cuda_ops, torch_ops
-from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse, requests
+from mla_backends.op_table import Op, are_tensors, one_device, own_memory, refuse, requests, writable
 from mla_backends.result import Decoded
 
 __all__ = ["finish_rows", "merge_partials"]
@@ -62,6 +62,8 @@ def finish_rows(
         out = None
     if _finish_rows.took(lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2):
         return
+    given = {"out": out, "lse": lse, "raw_lse": raw_lse, "seq_lens": seq_lens, "cu_q_lens": cu_q_lens}
+    are_tensors(**{name: x for name, x in given.items() if x is not None})
     shape = lse.shape if lse is not None else out.shape[:-1] if out is not None else None
     if shape is None:
         return
@@ -82,8 +84,10 @@ def finish_rows(
     assert first is not None
     device = first.get_device()
     one_device(device, out=out, raw_lse=raw_lse)
+    if lse is not None:
+        own_memory(lse=lse)
     if out is not None:
-        dense_last(out=out)
+        writable(out=out)
     requests(math.prod(shape[:-1]), seq_lens, cu_q_lens, q_len, device)
     if first.numel():
         _finish_rows(device >= 0, lse, out, raw_lse, seq_lens, cu_q_lens, q_len, causal, base2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mla_backends import torch_slots
 from mla_backends.errors import whole_number
-from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse
+from mla_backends.op_table import Op, are_tensors, dense_last, one_device, refuse, writable
 
 __all__ = ["compact_slots", "sanitize_slots", "select_rows", "select_slots"]
 
@@ -63,9 +63,8 @@ def _check_selection(out: Tensor, positions: Tensor, block_table: Tensor, seq_le
         taken = f"[{positions.shape[0]}] int32, contiguous"
         is_wide = not seq_lens.is_floating_point() and seq_lens.dtype != torch.int32
         raise refuse("seq_lens", found, f"{taken}; pass seq_lens.int()" if is_wide else taken)
-    dense_last(out=out, positions=positions, block_table=block_table)
-    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.stride(), strict=True)):
-        raise refuse("out's strides", out.stride(), "memory for each value; clone an expanded tensor")
+    writable(out=out)
+    dense_last(positions=positions, block_table=block_table)
     device = out.get_device()
     one_device(device, positions=positions, block_table=block_table, seq_lens=seq_lens)
     return device
@@ -151,6 +150,7 @@ def select_rows(
 
 def _check_rows(counts: Tensor, rows: int, num_slots: int, page_size: int, rows_per_page: int, device: int) -> None:
     """Refuse counts that are not [rows], and row ids that do not fit in int32."""
+    are_tensors(counts=counts)
     if counts.dtype != torch.int32 or counts.shape != (rows,) or not counts.is_contiguous():
         raise refuse("counts", f"{list(counts.shape)} {counts.dtype}", f"[{rows}] int32, contiguous")
     one_device(device, counts=counts)
@@ -168,7 +168,8 @@ def _checked_rows(out: Tensor, slots: Tensor) -> int:
         raise refuse("out and slots", [list(x.shape) for x in (out, slots)], "[N, at least K] and [N, K]")
     if slots.dtype != torch.int32 or out.dtype != torch.int32:
         raise refuse("the dtype of out and slots", f"{out.dtype} and {slots.dtype}", "int32")
-    dense_last(out=out, slots=slots)
+    writable(out=out)
+    dense_last(slots=slots)
     device = out.get_device()
     one_device(device, slots=slots)
     return device
@@ -186,7 +187,7 @@ def sanitize_slots(out: Tensor, slots: Tensor, num_slots: int) -> None:
     """
     if _sanitize_slots.took(out, slots, num_slots):
         return
-    device = _checked_rows(out, slots)
+    device, num_slots = _checked_rows(out, slots), whole_number("num_slots", num_slots, least=0)
     if out.numel():
         _sanitize_slots(device >= 0, out, slots, num_slots)
 
@@ -208,7 +209,8 @@ def compact_slots(
     """
     if _compact_slots.took(out, counts, slots, num_slots, page_size, rows_per_page):
         return
-    device = _checked_rows(out, slots)
+    device, num_slots = _checked_rows(out, slots), whole_number("num_slots", num_slots, least=0)
+    page_size, rows_per_page = whole_number("page_size", page_size), whole_number("rows_per_page", rows_per_page)
     _check_rows(counts, slots.shape[0], num_slots, page_size, rows_per_page, device)
     if not out.shape[1]:
         counts.zero_()

@@ -7,8 +7,8 @@ test: inside, each worth a run on a GPU, and just outside. A refusal is a value 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mla_backends.device import Device
 from mla_backends.problem import Problem
@@ -101,6 +101,14 @@ class Range:
         return (self.low,) if self.high is None else (self.low, self.high)
 
 
+def _check_fields(*read: tuple[type[Problem] | type[Device], str]) -> None:
+    """Raises ValueError for a field that there is not: the adapter does not import then, and says why."""
+    for holder, name in read:
+        known = [f.name for f in fields(holder)]
+        if name not in known:
+            raise ValueError(f"{holder.__name__} has no field {name!r}, it has {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class Limit:
     """One fact that must have one of some values.
@@ -122,6 +130,9 @@ class Limit:
     source: str
     cure: str = ""
     unless_forced: bool = False
+
+    def __post_init__(self) -> None:
+        _check_fields((self.of, self.subject))
 
     def refusal(self, problem: Problem, device: Device) -> Refusal | None:
         found = getattr(problem if self.of is Problem else device, self.subject)
@@ -157,6 +168,11 @@ class Joint:
     outside: tuple[Mapping[str, Any], ...]
     source: str
     cure: str = ""
+
+    def __post_init__(self) -> None:
+        _check_fields(
+            *((Device if n.startswith("device.") else Problem, n.removeprefix("device.")) for n in self.reads)
+        )
 
     def refusal(self, problem: Problem, device: Device) -> Refusal | None:
         if self.predicate(problem, device):
@@ -307,6 +323,14 @@ class Conventions:
     topk_multiple: int = 1
     table_columns: int = 1
     allocates: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(Conventions).items():
+            words = get_args(kind)
+            if get_origin(kind) is Literal and getattr(self, name) not in words:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it takes one of {', '.join(map(repr, words))}")
+        if self.heads is not None and (not self.heads or list(self.heads) != sorted(set(self.heads))):
+            raise ValueError(f"heads is {self.heads}, it takes counts that ascend, or None")
 
     def padded(self, num_heads: int) -> int:
         """The least head count that the kernel runs and that holds `num_heads`."""

@@ -3,7 +3,7 @@
     from mla_backends.testing import Conformance
 
     class TestMyKernel(Conformance):
-        adapters = (MyKernel(),)
+        adapters = (MyAdapter(),)
 
 gives, under pytest, one test a stated limit (each broken alone is the one reason given; on any machine)
 and one a condition that the limits take (numbers, empty rows, bit-identity on a strided layer; where the

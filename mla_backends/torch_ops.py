@@ -248,7 +248,7 @@ def merge_partials(out: Tensor, lse: Tensor, outs: Tensor, lses: Tensor) -> None
     """A part whose lse is infinite saw no key; whatever its out holds does not count."""
     empty = lses.isinf()
     outs, lses = _detached(outs), _detached(lses)
-    wide = torch.promote_types(outs.dtype, torch.float32)
+    wide = torch.float64 if outs.dtype == torch.float64 else torch.float32
     logits = torch.where(empty, -math.inf, lses)
     top = logits.amax(0)
     weights = torch.where(empty, 0.0, (logits - torch.where(top.isinf(), 0.0, top)).exp())

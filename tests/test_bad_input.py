@@ -271,7 +271,7 @@ RUN: list[tuple[dict[str, Any], str]] = [
     ({"lse": torch.zeros(8).as_strided((2, 4), (3, 1))}, r"lse has strides \(3, 1\), it takes memory for each value"),
     ({"lse": torch.zeros(2, 4).to_sparse()}, r"lse is a torch.sparse_coo tensor, it takes a strided \[2, 4\]"),
     (
-        {"out": torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)])},
+        {"out": torch.nested.nested_tensor([torch.zeros(3), torch.zeros(2)], layout=torch.jagged)},
         r"out is a nested tensor, it takes a strided",
     ),
 ]
@@ -335,7 +335,7 @@ def test_out_and_lse_of_any_strides_are_written_in_place(strided: Tensor) -> Non
 
 
 def test_tensors_that_are_not_strided_are_named() -> None:
-    nested = torch.nested.nested_tensor([ints(1, 2), ints(3)])
+    nested = torch.nested.nested_tensor([ints(1, 2), ints(3)], layout=torch.jagged)
     for given, says in (
         ({"seq_lens": LENS.to_sparse()}, r"seq_lens is a torch.sparse_coo tensor, it takes a strided one"),
         ({"block_table": nested}, r"block_table is a nested tensor"),
@@ -387,6 +387,7 @@ def test_facts_that_are_no_names_or_flags_are_refused() -> None:
         ({"cache_format": None}, 'cache_format is None, it takes a name such as "bf16" or "fp8"'),
         ({"causal": "no"}, "causal is 'no', it takes True or False"),
         ({"needs_lse": 1}, "needs_lse is 1, it takes True or False"),
+        ({"page_stride": 1}, "page_stride is 1 rows, it takes at least page_size, 64; None is packed pages"),
     ):
         with pytest.raises(InvalidInput, match=says):
             Problem(16, **given)  # type: ignore[arg-type]
@@ -395,6 +396,10 @@ def test_facts_that_are_no_names_or_flags_are_refused() -> None:
 def test_weights_project_a_latent_of_their_own_dtype() -> None:
     with pytest.raises(InvalidInput, match=r"latent is torch.float32, these weights take their own torch.bfloat16"):
         WEIGHTS.project(torch.zeros(2, 4, 512))
+    with pytest.raises(InvalidInput, match=r"latent has stride 2 in its last dimension.*pass latent.contiguous\(\)"):
+        WEIGHTS.project(torch.zeros(2, 4, 1024).bfloat16()[..., ::2])
+    with pytest.raises(InvalidInput, match=r"the last stride of out is 0, it takes 1; it is written"):
+        WEIGHTS.project(out(), out=torch.zeros(1, 1, 1).bfloat16().expand(2, 4, 128))
 
 
 def test_a_ragged_query_must_hold_every_token() -> None:

@@ -602,3 +602,11 @@ def test_indexer_pages_start_zero():
     assert cache.data.shape == (3, 64, 132)
     assert not cache.dequantized().any()
     assert (cache.num_slots, cache.alignment, cache.page_stride) == (192, 16, 64 * 132)
+
+
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        made = PagedCache.allocate(1, 64, "bf16", "cpu"), UnifiedCache.allocate(1, 2, 64, "bf16", "cpu").layer(1)
+    for cache in made:
+        cache.write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), torch.zeros(1, dtype=torch.int64))
+        assert (cache.data[0, 0] == 1).all()

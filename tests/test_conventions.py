@@ -77,6 +77,9 @@ class ContraryKernel(Kernel):
             lse = lse.masked_fill(empty, INF)
         if conventions.empty_rows in ("unwritten", "undefined"):
             lse, result = lse.masked_fill(empty, torch.nan), result.masked_fill(empty.unsqueeze(-1), torch.nan)
+        if step.problem.ragged:  # no kernel writes the rows past the last request
+            past = int(self.planned.cu_q_lens[-1])
+            result[past:], lse[past:] = torch.nan, torch.nan
         if out is not None:
             assert conventions.writes_out
             result = out.copy_(result)
@@ -388,6 +391,19 @@ def test_more_heads_than_a_kernel_has_a_count_for_are_refused() -> None:
         "num_heads is 9, it takes at most 8 [conventions of few heads]"
     ]
     assert [r.source for r in adapter.refusals(Problem(129), Device())] == ["a test"]  # its own limit says it once
+
+
+def test_padded_heads_do_not_widen_a_measured_scale() -> None:
+    adapter = Contrary("e4m3 padded", Conventions(query="packed", query_dtype="float8_e4m3fn", heads=(16,)), FP8)
+    trial = Trial(replace(BASE, cache_format="fp8", num_heads=12), "cpu")
+    backend = get_backend("cpu", adapters=[adapter])
+    wide = torch.zeros(len(trial.latent), 16, 576, dtype=torch.bfloat16)
+    wide[:, :12] = torch.cat([trial.latent, trial.rope], -1)
+    want = trial.plan(backend).run(Query.from_packed(wide.clone()), trial.cache)
+    wide[:, 12:] = 1e4
+    got = trial.plan(backend).run(Query.from_packed(wide), trial.cache)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
 
 
 def test_a_coarse_lse_is_given_to_those_who_name_the_adapter() -> None:

@@ -28,8 +28,9 @@ from mla_backends import (
     softmax_scale,
 )
 from mla_backends.adapter import Adapter, Kernel, Provider, Step, takes_arguments
+from mla_backends.canary import PROOFS
 from mla_backends.catalogue import Broken, installed, serving
-from mla_backends.support import Conventions, Limit, OneOf, Speed
+from mla_backends.support import Conventions, Joint, Limit, OneOf, Speed
 from mla_backends.testing import good_case, installed_adapters
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
@@ -108,6 +109,92 @@ def test_a_machine_that_is_not_this_one_serves_explain_alone() -> None:
         backend.plan(cache, ones * 0, ones[0], num_heads=1, softmax_scale=1.0)
     with pytest.raises(InvalidInput, match="explain alone"):
         backend.warmup([Problem(16)])
+
+
+# --- adapters that are wrong in themselves ---------------------------------------------------------------------------------
+
+
+def test_a_rule_on_a_field_that_is_not_there_is_refused_where_it_is_written() -> None:
+    with pytest.raises(ValueError, match="Problem has no field 'num_head', it has num_heads, "):
+        Limit(Problem, "num_head", OneOf(16), refuses=(), source="a test")
+    with pytest.raises(ValueError, match="Device has no field 'sms', it has capability"):
+        Joint("sms", ("q_len", "device.sms"), lambda p, d: True, inside=(), outside=(), source="a test")
+
+
+def test_a_rule_that_raises_is_a_reason_of_its_adapter_alone() -> None:
+    class Raises(Adapter):
+        name = "raises"
+        support = (
+            Joint(
+                "short",
+                ("max_seq_len",),
+                lambda p, _: p.max_seq_len < 1000,  # type: ignore[operator]
+                inside=({"max_seq_len": 5},),
+                outside=({"max_seq_len": 5000},),
+                source="a test",
+            ),
+        )
+        conventions = Conventions(query="split")
+
+        def plan(self, step: Step, library: Any) -> Kernel:
+            raise AssertionError
+
+    assert isinstance(EAGER, Adapter)
+    verdicts = get_backend("cpu", adapters=[Raises(), EAGER]).explain(Problem(16))
+    assert verdicts.chosen is not None
+    assert verdicts.chosen.name == "eager"
+    assert "its own rules end in TypeError: '<' not supported" in str(verdicts["raises"].reasons[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"query": "pakced"}, "query is 'pakced', it takes one of 'packed', 'split'"),
+        ({"lse_base": 2}, "lse_base is 2, it takes one of 'e', '2'"),
+        ({"heads": (128, 16)}, "counts that ascend"),
+        ({"heads": ()}, "counts that ascend"),
+    ],
+)
+def test_conventions_that_mean_nothing_are_refused_where_they_are_written(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Conventions(**{"query": "packed", **given})
+
+
+def test_a_kernel_whose_results_are_of_another_form_does_not_prove_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PROOFS, "_known", {})
+
+    class Other(Kernel):
+        def __init__(self, inner: Kernel, lse: Any, dtype: torch.dtype) -> None:
+            self.inner, self.lse, self.dtype = inner, lse, dtype
+
+        def run(self, *given: Any) -> Any:
+            out, lse = self.inner.run(*given)
+            return out.to(self.dtype), self.lse(lse)
+
+    class Formless(Adapter):
+        name = "formless"
+        conventions = Conventions(query="split")
+        support = ()
+
+        def __init__(self, lse: Any, dtype: torch.dtype) -> None:
+            self.kind = lse, dtype
+
+        def plan(self, step: Step, library: Any) -> Kernel:
+            assert isinstance(EAGER, Adapter)
+            return Other(EAGER.plan(step, None), *self.kind)
+
+    cache = PagedCache.allocate(4, 64, "bf16", "cpu")
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for kind, says in (
+        ((lambda lse: None, torch.bfloat16), "lse is missing, it is asked for in float32"),
+        ((lambda lse: lse.double(), torch.bfloat16), "lse is torch.float64"),
+        ((lambda lse: lse, torch.float32), "out is torch.float32, the query's dtype is torch.bfloat16"),
+    ):
+        PROOFS._known.clear()
+        with pytest.raises(NoAdapterRuns, match=says):
+            get_backend("cpu", adapters=[Formless(*kind)]).plan(
+                cache, table, lens, num_heads=4, softmax_scale=0.1, return_lse=True
+            )
 
 
 # --- packages -------------------------------------------------------------------------------------------------------------

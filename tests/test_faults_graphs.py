@@ -460,11 +460,15 @@ def test_a_query_is_brought_to_the_same_memory_whatever_came_between() -> None:
 
 def test_ragged_queries_of_any_length_are_brought_to_the_same_memory() -> None:
     adapter, make, cache = watching()
-    plan = make([9, 64], cu_q_lens=torch.tensor([0, 2, 4], dtype=torch.int32))
+    plan = make([9, 64], cu_q_lens=torch.tensor([0, 2, 4], dtype=torch.int32), max_q_len=8)
     adapter.addresses.clear()
-    for tokens in (4, 3 + 1, 4):
+    for tokens in (4, 12, 7, 16, 5):
         plan.run(parts(tokens), cache)
     assert len(set(adapter.addresses)) == 1
+    # Tokens past the last request may be any number; memory that is outgrown is kept, as a graph may hold it.
+    for tokens in range(17, 60):
+        plan.run(parts(tokens), cache)
+    assert len(set(adapter.addresses)) == 3
 
 
 MODES = pytest.mark.parametrize("metadata", ["host", "op"])

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mla_backends import InvalidInput, cuda_ops, ops
 
@@ -252,3 +254,69 @@ def test_tensors_of_two_devices_are_refused(name):
         if isinstance(x, torch.Tensor):
             with pytest.raises(InvalidInput):
                 run(*arguments[:i], x.cpu(), *arguments[i + 1 :])
+
+
+def test_what_an_op_writes_has_memory_of_its_own_and_says_so_otherwise():
+    rows, bf16 = torch.zeros(2, 4, 8), torch.bfloat16
+    for call, says in (
+        (lambda: ops.concat_nope_rope(rows[:1].expand(2, 4, 8), rows[..., :6], rows[..., :2]), "the strides of out is"),
+        (lambda: ops.concat_nope_rope(torch.zeros(2, 4, 16)[..., ::2], rows[..., :6], rows[..., :2]), "rows are dense"),
+        (lambda: ops.batched_matmul(rows[:1].expand(2, 4, 8), rows, torch.zeros(2, 8, 8)), "the strides of out is"),
+        (
+            lambda: ops.write_cache(
+                torch.zeros(1, 4, 8).expand(2, 4, 8), torch.zeros(1, 6), torch.zeros(1, 2), torch.zeros(1).long(), "fp32"
+            ),
+            "the strides of data is",
+        ),
+        (
+            lambda: ops.write_indexer_cache(
+                torch.zeros(1, 4, 132, dtype=torch.uint8).expand(2, 4, 132), torch.zeros(1, 128), torch.zeros(1).long()
+            ),
+            "the strides of data is",
+        ),
+        (
+            lambda: ops.finish_rows(
+                None, rows[0, :1, :1].expand(2, 4), torch.zeros(2, 4), torch.ones(2, dtype=torch.int32), q_len=1,
+                causal=True, base2=False, overwrite_out=False,
+            ),
+            "the strides of lse is",
+        ),
+        (lambda: ops.rope_tail(rows[:1].expand(2, 4, 8).to(bf16), None), "q_pe is a NoneType, it takes a tensor"),
+        (lambda: ops.quantize_query(rows, rows, 0.5), "scale is a float, it takes a tensor"),
+        (lambda: ops.query_scale(None, rows, rows, None), "out is a NoneType, it takes a tensor"),
+        (
+            lambda: ops.finish_rows(
+                None, [1.0], None, None, q_len=1, causal=True, base2=False, overwrite_out=False
+            ),
+            "lse is a list, it takes a tensor",
+        ),
+        (lambda: ops.sanitize_slots(*(torch.zeros(1, 2, dtype=torch.int32),) * 2, 3.5), "num_slots is 3.5"),
+        (
+            lambda: ops.compact_slots(
+                torch.zeros(1, 2, dtype=torch.int32), None, torch.zeros(1, 2, dtype=torch.int32), 3
+            ),
+            "counts is a NoneType",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(InvalidInput, match=says):
+            call()
+
+
+def test_a_tensor_without_memory_goes_where_modes_see_it():
+    """A fake one has no address to give a kernel, and a mode that records an op must be asked."""
+    with FakeTensorMode():
+        out, nope, rope = (torch.empty(2, 4, width) for width in (8, 6, 2))
+        ops.concat_nope_rope(out, nope, rope)
+    traced = make_fx(lambda *given: ops.concat_nope_rope(*given), tracing_mode="fake")(
+        torch.empty(2, 4, 8), torch.empty(2, 4, 6), torch.empty(2, 4, 2)
+    )
+    assert "mla_backends.concat_nope_rope" in traced.code
+
+
+def test_partials_of_any_float_are_merged():
+    outs = torch.randn(2, 3, 4, 8).to(torch.float8_e4m3fn)
+    lses = torch.randn(2, 3, 4)
+    got = ops.merge_partials(outs, lses)
+    want = ops.merge_partials(outs.float(), lses)
+    assert torch.equal(got.out.float(), want.out.to(torch.float8_e4m3fn).float())
+    assert torch.equal(got.lse, want.lse)

@@ -206,7 +206,7 @@ def a_selection() -> Selection:
 
 def test_what_slots_are_written_into_has_memory_for_each() -> None:
     positions, table = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
-    with pytest.raises(InvalidInput, match=r"out's strides is \(0, 1\), it takes memory for each value"):
+    with pytest.raises(InvalidInput, match=r"the strides of out is \(0, 1\), it takes memory for each value"):
         ops.select_slots(torch.zeros(1, 3, dtype=torch.int32).expand(2, 3), positions, table, 64)
     for op in (ops.sanitize_slots, lambda out, slots, n: ops.compact_slots(out, positions[:, 0], slots, n)):
         with pytest.raises(InvalidInput, match="slots is a NoneType, it takes a tensor"):
