@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from timing import graph_of, interleaved
 
 from mla_backends import DecodePlan, get_backend
 from mla_backends.catalogue import Broken, installed
+from mla_backends.device import Device
 from mla_backends.dispatch import estimate
 from mla_backends.problem import Problem
 from mla_backends.support import Speed
@@ -78,19 +80,32 @@ def _update_us(point: Point, plan: DecodePlan) -> float:
     return statistics.median(times)
 
 
-def fitted(name: str, tuned: list[Found]) -> Speed:
-    """The figures whose estimates are nearest to what was measured, in the mean square of the logarithm."""
+def fitted(name: str, tuned: list[Found], starts: int = 12) -> Speed:
+    """The figures whose estimates are nearest to what was measured, in the mean square of the logarithm.
+
+    By steps along one figure at a time, ever smaller, from some random starts.
+    """
     (adapter,) = (a for a in installed() if not isinstance(a, Broken) and a.name == name)
-    speeds = [
-        Speed(memory / 50, compute / 50, float(overhead))
-        for memory, compute, overhead in itertools.product(range(10, 48), range(10, 48), range(0, 26, 1))
-    ]
-    mine = [f for f in tuned if name in f.graph_us]
+    mine, device, drawn = [f for f in tuned if name in f.graph_us], Device.here(), random.Random(0)
 
-    def off(speed: Speed) -> float:
-        return sum(math.log(estimate(adapter, f.problem, speed) / f.layer_us(name)) ** 2 for f in mine)
+    def off(figures: list[float]) -> float:
+        speed = Speed(*figures)
+        return sum(math.log(estimate(adapter, f.problem, device, speed) / f.layer_us(name)) ** 2 for f in mine)
 
-    return min(speeds, key=off)
+    found: list[tuple[float, list[float]]] = []
+    for _ in range(starts):
+        figures = [drawn.uniform(0.3, 1.0), drawn.uniform(0.3, 1.0), drawn.uniform(5.0, 50.0), drawn.uniform(0.01, 0.3)]
+        least, step = off(figures), 0.3
+        while step > 1e-3:
+            moved = False
+            for i, factor in itertools.product(range(len(figures)), (1 + step, 1 / (1 + step))):
+                tried = [f * factor if j == i else f for j, f in enumerate(figures)]
+                if (now := off(tried)) < least:
+                    figures, least, moved = tried, now, True
+            if not moved:
+                step /= 2
+        found.append((least, figures))
+    return Speed(*(round(f, 3) for f in min(found)[1]))
 
 
 def judged(found: list[Found]) -> dict[str, object]:

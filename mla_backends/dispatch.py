@@ -25,10 +25,13 @@ MATRIX_FLOPS = 790e12
 """bf16 operations a second of an H200, likewise."""
 
 TILE = 64
-"""Query rows that the kernels compute together, whether they are there or not."""
+"""Query rows that the kernels compute together, whether they are there or not; and the keys of a block."""
 
-TYPICAL_BATCH, TYPICAL_SEQ_LEN = 32, 4096
-"""What a problem is weighed at that does not say how large it is."""
+TYPICAL_BATCH, TYPICAL_SEQ_LEN, TYPICAL_SMS = 32, 4096, 132
+"""What a problem is weighed at that does not say how large it is, and a device whose multiprocessors nobody counted."""
+
+TYPICAL_FILL = 0.75
+"""Of a plan's capacity, the mean of its requests' lengths: those of ci/bench-selection, which the figures come from."""
 
 
 def judge(
@@ -60,7 +63,7 @@ def judge(
             continue
         verdict = _verdict(entry, problem, device, ask, is_forced=only is not None)
         if verdict.runs:
-            running.append((estimate(entry, problem), verdict))
+            running.append((estimate(entry, problem, device), verdict))
         else:
             refused.append(verdict)
     running.sort(key=lambda pair: pair[0])
@@ -109,17 +112,19 @@ def _absent(adapter: Adapter, absent: tuple[tuple[str, str], ...]) -> Refusal:
     return Refusal("", found, " or ".join(p.package for p in adapter.providers), "import", f"pip install {first}")
 
 
-def estimate(adapter: Adapter, problem: Problem, speed: Speed | None = None) -> float:
-    """Microseconds of a layer by the adapter's measured efficiencies, or by `speed`; infinite where nothing was measured."""
+def estimate(adapter: Adapter, problem: Problem, device: Device, speed: Speed | None = None) -> float:
+    """Microseconds of a layer by the adapter's measured figures, or by `speed`; infinite where nothing was measured."""
     speed = adapter.speed if speed is None else speed
     if speed.memory <= 0 or speed.compute <= 0:
         return float("inf")
-    batch = problem.batch or TYPICAL_BATCH
-    keys = problem.topk or problem.max_seq_len or TYPICAL_SEQ_LEN
+    batch = TYPICAL_BATCH if problem.batch is None else max(problem.batch, 1)
+    keys = problem.topk or TYPICAL_FILL * (problem.max_seq_len or TYPICAL_SEQ_LEN)
     rows = problem.q_len * adapter.conventions_of(problem).padded(problem.num_heads)
-    tiles = -(-rows // TILE) * TILE
+    tiles = -(-rows // TILE)
     row_bytes = FORMATS[problem.cache_format].row_bytes(problem.kv_lora_rank, problem.qk_rope_head_dim)
     seconds_memory = batch * keys * row_bytes / (COPY_BYTES * speed.memory)
-    flops = 2 * batch * tiles * keys * (problem.row_width + problem.kv_lora_rank)
+    flops = 2 * batch * tiles * TILE * keys * (problem.row_width + problem.kv_lora_rank)
     seconds_compute = flops / (MATRIX_FLOPS * speed.compute)
-    return 1e6 * max(seconds_memory, seconds_compute) + speed.overhead
+    # As many as fill the device, and no more than there are blocks of keys.
+    splits = max(1.0, min((device.sm_count or TYPICAL_SMS) / (batch * tiles), keys / TILE))
+    return 1e6 * max(seconds_memory, seconds_compute) + speed.overhead + speed.split * splits

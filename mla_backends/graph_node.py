@@ -55,7 +55,7 @@ def _copied(given: Sequence[Tensor], into: Sequence[Tensor]) -> bool:
 
 def _run(
     plan: int,
-    held: list[Tensor],
+    inputs: list[Tensor],
     latent: Tensor,
     rope: Tensor,
     scale: Tensor | None,
@@ -67,7 +67,7 @@ def _run(
     lse: Tensor | None,
 ) -> None:
     made = _living(plan)
-    _copied(held, made.held)
+    _copied(inputs, made.graph_inputs)
     query, layer = made.query_over(latent, rope, scale), made.cache_over(rows, kv_scale)
     made.run(query, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
 
@@ -81,14 +81,14 @@ def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, se
 def _refresh(plan: int, block_table: Tensor, seq_lens: Tensor) -> None:
     made = _living(plan)
     given = (block_table, seq_lens)
-    were_apart = _copied(given, made.held[:2])
+    were_apart = _copied(given, made.graph_inputs[:2])
     made.refresh()
     if were_apart:  # refresh holds lengths to the plan's room
-        _copied(made.held[:2], given)
+        _copied(made.graph_inputs[:2], given)
 
 
 run_in_graph: Callable[..., None] = register(
-    "run_plan(int plan, Tensor[] held, Tensor latent, Tensor rope, Tensor? scale, Tensor rows, Tensor? kv_scale, "
+    "run_plan(int plan, Tensor[] inputs, Tensor latent, Tensor rope, Tensor? scale, Tensor rows, Tensor? kv_scale, "
     "Tensor? indices, bool is_selected, Tensor(a!) out, Tensor(b!)? lse) -> ()",
     _run,
     _run,

@@ -85,10 +85,10 @@ class DecodePlan:
         self._is_cuda = recipe.where.type == "cuda"
         self._number = numbered(self)
         q_scale = recipe.q_scale
-        self.held = [] if self._is_sparse else [buffers.block_table, buffers.seq_lens]
+        self.graph_inputs = [] if self._is_sparse else [buffers.block_table, buffers.seq_lens]
         """What outside code may write, which a graph's node must read: the buffers, then the scale of its queries."""
         if isinstance(q_scale, Tensor):
-            self.held.append(q_scale)
+            self.graph_inputs.append(q_scale)
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -231,7 +231,7 @@ class DecodePlan:
             )
         if _is_compiling():
             if not self._is_sparse:
-                refresh_in_graph(self._is_cuda, self._number, *self.held[:2])
+                refresh_in_graph(self._is_cuda, self._number, *self.graph_inputs[:2])
             return
         self._buffers.rewritten()
         self._replan()
@@ -350,9 +350,9 @@ class DecodePlan:
         if lse is not None:
             self._outlet.check_lse(query, lse)
         target = self._outlet.target(query, out)
-        slots = None
-        if self._selection is not None and indices is not None:
-            slots = self._selection.bring(indices, query.latent.shape[:-2], cache)
+        selection, slots = self._selection, None
+        if selection is not None and indices is not None:
+            slots = selection.bring(indices, query, cache)
         if kernel is None or (self.problem.ragged and kernel_query.latent.shape[0] == 0):
             return self._outlet.nothing(query, out, lse)
         if self._is_cuda and torch.cuda.current_device() != self._recipe.where.index:
@@ -390,7 +390,7 @@ class DecodePlan:
         # The caller's own scale rather than a view of it: one of two names that a graph writes by.
         kv_scale = cache.kv_scale if isinstance(cache.kv_scale, Tensor) else cache.scale
         parts = (query.latent, query.rope, query.scale, cache.rows, kv_scale, indices)
-        run_in_graph(self._is_cuda, self._number, self.held, *parts, is_selected, out, lse)
+        run_in_graph(self._is_cuda, self._number, self.graph_inputs, *parts, is_selected, out, lse)
         return Decoded(out, lse)
 
     def query_over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:

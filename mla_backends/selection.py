@@ -13,6 +13,7 @@ from mla_backends import ops
 from mla_backends.cache import PagedCache
 from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
+from mla_backends.query import Query
 from mla_backends.steps import check_tensor
 from mla_backends.support import Conventions
 
@@ -87,11 +88,11 @@ class Selection:
             )
         self._is_selected = True
 
-    def bring(self, indices: Tensor | Selection, lead: torch.Size, cache: PagedCache) -> Tensor:
+    def bring(self, indices: Tensor | Selection, query: Query, cache: PagedCache) -> Tensor:
         """`kernel_table`, with what `select` was last given, or with slots that are looked at here; one launch for those.
 
         Args:
-            lead: the query's leading shape, which slots from anywhere have too.
+            query: whose leading shape slots from anywhere have too.
 
         Raises:
             InvalidInput: for slots that do not fit, or a selection that is gone or was made for another layout.
@@ -100,6 +101,7 @@ class Selection:
             indices.check_owner(self)
             self._check_selection(cache)
             return self.kernel_table
+        lead = query.latent.shape[:-2]
         if (
             type(indices) is not Tensor
             or indices.layout is not torch.strided

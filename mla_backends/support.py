@@ -346,11 +346,13 @@ class Speed:
     Args:
         memory: fraction of copy bandwidth that its cache reads reach.
         compute: fraction of the matrix rate that it reaches.
-        overhead: microseconds of a step that no roofline explains.
+        overhead: microseconds of a layer that no roofline explains.
+        split: microseconds that each split of a request's keys adds, whose partial results are combined.
         source: the run that these were read from.
     """
 
     memory: float
     compute: float
     overhead: float = 0.0
+    split: float = 0.0
     source: str = ""

@@ -111,6 +111,37 @@ def test_a_machine_that_is_not_this_one_serves_explain_alone() -> None:
         backend.warmup([Problem(16)])
 
 
+def test_a_kernel_whose_splits_cost_comes_first_where_requests_are_many() -> None:
+    class Fast(Adapter):
+        conventions = Conventions(query="split")
+        support = ()
+
+        def __init__(self, name: str, speed: Speed) -> None:
+            self.name, self.speed = name, speed  # type: ignore[misc]
+
+        def plan(self, step: Step, library: Any) -> Kernel:
+            raise AssertionError
+
+    adapters = (Fast("splits", Speed(0.9, 0.9, 10.0, split=0.2)), Fast("whole", Speed(0.6, 0.6, 10.0)))
+    first = {
+        (batch, keys, sms): next(
+            iter(
+                get_backend(Device((9, 0), "", sms), adapters=adapters).explain(
+                    Problem(16, batch=batch, max_seq_len=keys)
+                )
+            )
+        ).name
+        for batch, keys, sms in ((1, 16384, 132), (128, 16384, 132), (1, 16384, 0), (1, 16384, 8), (0, 64, 132))
+    }
+    assert first == {
+        (1, 16384, 132): "whole",
+        (128, 16384, 132): "splits",
+        (1, 16384, 0): "whole",
+        (1, 16384, 8): "splits",
+        (0, 64, 132): "whole",
+    }
+
+
 # --- adapters that are wrong in themselves ---------------------------------------------------------------------------------
 
 

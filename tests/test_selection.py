@@ -232,10 +232,10 @@ def test_other_layouts_take_slots_of_their_own() -> None:
     assert made.kernel_table.tolist() == [[[256, 129, 257, 0]]]
     assert made.kernel_counts is not None
     assert made.kernel_counts.tolist() == [3]
-    slot = UnifiedCache.allocate(4, 2, 64, "bf16", "cpu")
-    assert made.bring(made, torch.Size((1,)), slot.layer(1)) is made.kernel_table
+    slot, query = UnifiedCache.allocate(4, 2, 64, "bf16", "cpu"), Query.from_packed(torch.zeros(1, 16, 576))
+    assert made.bring(made, query, slot.layer(1)) is made.kernel_table
     with pytest.raises(InvalidInput, match="64 rows from page to page, this plan selects for 128"):
-        made.bring(made, torch.Size((1,)), PagedCache.allocate(4, 64, "bf16", "cpu"))
+        made.bring(made, query, PagedCache.allocate(4, 64, "bf16", "cpu"))
 
 
 def test_the_query_that_reads_a_selection_may_have_the_axis_of_q(sparse: Any) -> None:
@@ -278,5 +278,5 @@ def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> N
     assert torch.equal(held, right)
     out, lse = torch.empty_like(want.out), torch.empty_like(want.lse)
     parts = (query.latent, query.rope, None, cache.rows, cache.scale, copy.fill_(7), True)
-    torch.ops.mla_backends.run_plan(plan._number, plan.held, *parts, out, lse)
+    torch.ops.mla_backends.run_plan(plan._number, plan.graph_inputs, *parts, out, lse)
     assert sparse.same(Decoded(out, lse), want)
