@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,8 +35,8 @@ LAYERS = 61
 # (heads, q_len, batch, longest request)
 TUNED = tuple(itertools.product((16, 64, 128), (1,), (1, 8, 32, 128), (1024, 4096, 16384)))
 HELD_OUT = (
-    *itertools.product((8, 40, 96), (1,), (3, 24, 80), (640, 2560, 9984)),
-    *itertools.product((16, 32), (2, 4), (6, 48), (1536, 6144)),
+    *itertools.product((4, 24, 48, 112), (1,), (2, 12, 56), (896, 3200, 12800)),
+    *itertools.product((16, 24), (2, 3, 6), (10, 40), (2048,)),
 )
 
 
@@ -80,32 +80,37 @@ def _update_us(point: Point, plan: DecodePlan) -> float:
     return statistics.median(times)
 
 
-def fitted(name: str, tuned: list[Found], starts: int = 12) -> Speed:
+def fitted(name: str, tuned: list[Found], starts: int = 3) -> Speed:
     """The figures whose estimates are nearest to what was measured, in the mean square of the logarithm.
 
-    By steps along one figure at a time, ever smaller, from some random starts.
+    Of what combining costs, a split or a partial result, whichever explains more. By steps along one figure at a time, ever
+    smaller, from some random starts.
     """
     (adapter,) = (a for a in installed() if not isinstance(a, Broken) and a.name == name)
     mine, device, drawn = [f for f in tuned if name in f.graph_us], Device.here(), random.Random(0)
 
-    def off(figures: list[float]) -> float:
-        speed = Speed(*figures)
+    def speed_of(figures: list[float], combining: str) -> Speed:
+        return replace(Speed(*(round(f, 3) for f in figures[:3])), **{combining: round(figures[3], 3)})
+
+    def off(figures: list[float], combining: str) -> float:
+        speed = speed_of(figures, combining)
         return sum(math.log(estimate(adapter, f.problem, device, speed) / f.layer_us(name)) ** 2 for f in mine)
 
-    found: list[tuple[float, list[float]]] = []
-    for _ in range(starts):
-        figures = [drawn.uniform(0.3, 1.0), drawn.uniform(0.3, 1.0), drawn.uniform(5.0, 50.0), drawn.uniform(0.01, 0.3)]
-        least, step = off(figures), 0.3
-        while step > 1e-3:
+    found: list[tuple[float, list[float], str]] = []
+    for combining in ("split", "partial") * starts:
+        figures = [drawn.uniform(0.3, 1.0), drawn.uniform(0.3, 1.0), drawn.uniform(5.0, 50.0), drawn.uniform(0.05, 1.0)]
+        least, step = off(figures, combining), 0.3
+        while step > 3e-3:
             moved = False
             for i, factor in itertools.product(range(len(figures)), (1 + step, 1 / (1 + step))):
                 tried = [f * factor if j == i else f for j, f in enumerate(figures)]
-                if (now := off(tried)) < least:
+                if (now := off(tried, combining)) < least:
                     figures, least, moved = tried, now, True
             if not moved:
                 step /= 2
-        found.append((least, figures))
-    return Speed(*(round(f, 3) for f in min(found)[1]))
+        found.append((least, figures, combining))
+    _, figures, combining = min(found)
+    return speed_of(figures, combining)
 
 
 def judged(found: list[Found]) -> dict[str, object]:
@@ -138,6 +143,7 @@ def _chosen(problem: Problem) -> str:
 def main() -> None:
     cli = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     cli.add_argument("--out", type=Path, default=Path("build/bench-selection"))
+    cli.add_argument("--fit", action="store_true", help="print each adapter's figures as the first set has them")
     cli.add_argument("--quick", action="store_true", help="every sixth problem")
     args = cli.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -147,7 +153,7 @@ def main() -> None:
         for name, points in (("tuned on", TUNED), ("held out", HELD_OUT))
     }
     names = sorted({name for found in sets.values() for f in found for name in f.graph_us})
-    speeds = {name: fitted(name, sets["tuned on"]) for name in names}
+    speeds = {name: fitted(name, sets["tuned on"]) for name in names} if args.fit else {}
     verdicts = {name: judged(found) for name, found in sets.items()}
     lines = [
         "| problems | points | chosen / fastest, geomean | p95 | worst | chosen / best single, geomean |",

@@ -127,4 +127,6 @@ def estimate(adapter: Adapter, problem: Problem, device: Device, speed: Speed | 
     seconds_compute = flops / (MATRIX_FLOPS * speed.compute)
     # As many as fill the device, and no more than there are blocks of keys.
     splits = max(1.0, min((device.sm_count or TYPICAL_SMS) / (batch * tiles), keys / TILE))
-    return 1e6 * max(seconds_memory, seconds_compute) + speed.overhead + speed.split * splits
+    partials = batch * rows * splits / 1000 if splits > 1.5 else 0.0
+    combining = speed.split * splits + speed.partial * partials
+    return 1e6 * max(seconds_memory, seconds_compute) + speed.overhead + combining

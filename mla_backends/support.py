@@ -347,7 +347,8 @@ class Speed:
         memory: fraction of copy bandwidth that its cache reads reach.
         compute: fraction of the matrix rate that it reaches.
         overhead: microseconds of a layer that no roofline explains.
-        split: microseconds that each split of a request's keys adds, whose partial results are combined.
+        split: microseconds that each split of a request's keys adds, where their partial results are combined.
+        partial: microseconds of a thousand partial results: requests, times query rows and heads, times splits.
         source: the run that these were read from.
     """
 
@@ -355,4 +356,5 @@ class Speed:
     compute: float
     overhead: float = 0.0
     split: float = 0.0
+    partial: float = 0.0
     source: str = ""

@@ -249,9 +249,9 @@ class FlashInfer(PlannedAdapter):
     # Two thirds of the overhead are the host's, which plans each step anew.
     speed = Speed(
         memory=0.63,
-        compute=0.50,
-        overhead=43.1,
-        split=0.02,
+        compute=0.52,
+        overhead=39.4,
+        partial=1.1,
         source="ci/bench-selection on an H200, its first set of problems",
     )
 
@@ -271,9 +271,9 @@ class FlashInferFa2(PlannedAdapter):
     )
     speed = Speed(
         memory=0.35,
-        compute=0.24,
-        overhead=42.9,
-        split=0.05,
+        compute=0.25,
+        overhead=40.4,
+        partial=1.1,
         source="ci/bench-selection on an H200, its first set of problems",
     )
 
