@@ -98,8 +98,10 @@ class Selection:
             InvalidInput: for slots that do not fit, or a selection that is gone or was made for another layout.
         """
         if isinstance(indices, Selection):
-            indices.check_owner(self)
-            self._check_selection(cache)
+            if indices is not self:
+                indices.check_owner(self)
+            if not self._is_selected or self.kernel_counts is not None:
+                self._check_selection(cache)
             return self.kernel_table
         lead = query.latent.shape[:-2]
         if (
