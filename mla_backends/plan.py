@@ -227,7 +227,7 @@ class DecodePlan:
         """
         if self.update_mode == "host":
             raise InvalidInput(
-                f"{self.adapter} plans on the host, so refresh cannot serve it; call update(seq_lens_cpu=...)"
+                f"{self.adapter} plans on the host, so refresh cannot serve it; call update(plan.block_table, seq_lens_cpu=...)"
             )
         if _is_compiling():
             if not self._is_sparse:

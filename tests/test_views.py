@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,7 @@ EAGER = next(entry for entry in installed() if entry.name == "eager")
 assert isinstance(EAGER, Adapter)
 OTHER = "the last update or refresh was of a view of another batch"
 PAGES = 24
+BATCH = 5
 
 
 class Snapshot(Kernel):
@@ -308,3 +311,86 @@ def test_offsets_of_small_integers_do_not_wrap() -> None:
             get_backend("cpu").plan(
                 cache, table, lens, num_heads=4, softmax_scale=0.1, cu_q_lens=starts, max_q_len=most
             )
+
+
+class Sequence:
+    """Random steps of one plan and its views, some of which fail, and what each may decode after each of them."""
+
+    def __init__(self, world: Any, seed: int, *, ragged: bool) -> None:
+        self.world, self.random, self.ragged = world, random.Random(seed), ragged
+        step = self.step(BATCH, "block_table", "seq_lens", *(("cu_q_lens",) if ragged else ()))
+        given = {"max_q_len": 3, **step} if ragged else step
+        self.cache = world.cache()
+        table, lens = given.pop("block_table"), given.pop("seq_lens")
+        self.plans = [world.plan(self.cache, table, lens, **given)]
+
+    def step(self, live: int, *names: str) -> dict[str, Tensor]:
+        """A step of so many requests, and its lengths on the host where it names them."""
+        lens = torch.tensor([self.random.choice((0, 1, 2, 64, 65, 200, 256)) for _ in range(live)], dtype=torch.int32)
+        starts = [0]
+        for _ in range(live):
+            starts.append(starts[-1] + self.random.randint(0, 3))
+        seed = self.random.randrange(1 << 30)
+        made = {
+            "block_table": self.world.table(live, 4, pages=PAGES, seed=seed),
+            "seq_lens": lens,
+            "seq_lens_cpu": lens,
+            "cu_q_lens": torch.tensor(starts, dtype=torch.int32),
+        }
+        return {name: made[name] for name in names}
+
+    def move(self) -> None:
+        """One update, refresh or new view, of any of the plans."""
+        plan = self.random.choice(self.plans)
+        batch, what = plan.describe()["batch"], self.random.random()
+        if what < 0.2:
+            view = plan.at(self.random.randint(1, batch))
+            self.plans = [*self.plans, *([] if view in self.plans else [view])]
+        elif what < 0.35 and plan.update_mode == "device":
+            refresh_with(plan, **self.step(batch, "block_table", "seq_lens"))
+        else:
+            names = [n for n in ("block_table", "seq_lens", "seq_lens_cpu") if self.random.random() < 0.6]
+            if self.ragged and self.random.random() < 0.6:
+                names.append("cu_q_lens")
+            self.update(plan, self.step(self.random.randint(0, batch), *names))
+
+    def update(self, plan: DecodePlan, step: dict[str, Tensor]) -> None:
+        failing = self.random.choice(self.plans)._kernel if self.random.random() < 0.3 else None
+        with pytest.MonkeyPatch.context() as patch:
+            if failing is not None:
+                patch.setattr(failing, "fails", True)
+            with suppress(InvalidInput, RuntimeError):
+                plan.update(**step)
+        if failing is not None:
+            plan.update()  # whatever could not be planned then can be now
+
+    def check(self) -> int:
+        """How many plans ran; each decoded what the buffers hold."""
+        ran = 0
+        for plan in self.plans:
+            buffers, kernel = plan._buffers, plan._kernel
+            assert isinstance(kernel, Snapshot)
+            starts, tokens = buffers.cu_q_lens, int(buffers.cu_q_lens[-1]) if self.ragged else buffers.batch
+            query = self.world.query(tokens + 1 if self.ragged else tokens)
+            try:
+                got = plan.run(query, self.cache)
+            except InvalidInput as stale:
+                assert OTHER in str(stale)  # noqa: PT017, which of the two it is depends on the moves
+                continue
+            ran += 1
+            table, lens = buffers.block_table, buffers.seq_lens
+            want = self.world.truth(query, self.cache, table, lens, **({"cu_q_lens": starts} if self.ragged else {}))
+            self.world.assert_close(got, want)
+            assert not buffers.sees_keys or bool((lens >= buffers.q_len).all())
+        return ran
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_moves_leave_each_plan_right_or_refused(planned: Any, seed: int, ragged: bool) -> None:
+    sequence = Sequence(planned, seed, ragged=ragged)
+    ran = sequence.check()
+    for _ in range(12):
+        sequence.move()
+        ran += sequence.check()
+    assert ran > 8
