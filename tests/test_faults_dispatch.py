@@ -126,7 +126,7 @@ def test_a_kernel_whose_splits_cost_comes_first_where_requests_are_many() -> Non
     first = {
         (batch, keys, sms): next(
             iter(
-                get_backend(Device((9, 0), "", sms), adapters=adapters).explain(
+                get_backend(Device((7, 0), "", sms), adapters=adapters).explain(
                     Problem(16, batch=batch, max_seq_len=keys)
                 )
             )
