@@ -52,9 +52,7 @@ class Outlet:
         # Ragged tensors may have tokens past the last request, which no kernel writes.
         self._overwrites = settles and (conventions.empty_rows in ("unwritten", "undefined") or problem.ragged)
         self._base2 = problem.needs_lse and conventions.lse_base == "2"
-        self._converts = self._base2 or (
-            settles and problem.needs_lse and (conventions.empty_rows != "exact" or problem.ragged)
-        )
+        self._converts = self._base2 or (settles and problem.needs_lse and (conventions.empty_rows != "exact"))
         self._lengths = None if problem.topk is not None else buffers.seq_lens
         self._cu_q_lens = buffers.cu_q_lens if problem.ragged else None
 

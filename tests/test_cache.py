@@ -610,3 +610,4 @@ def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
     for cache in made:
         cache.write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), torch.zeros(1, dtype=torch.int64))
         assert (cache.data[0, 0] == 1).all()
+        cache.data.zero_()

@@ -123,6 +123,12 @@ def test_a_kernel_whose_splits_cost_comes_first_where_requests_are_many() -> Non
             raise AssertionError
 
     adapters = (Fast("splits", Speed(0.9, 0.9, 10.0, split=0.2)), Fast("whole", Speed(0.6, 0.6, 10.0)))
+    rows = (Fast("partial", Speed(0.9, 0.9, 10.0, partial=1.0)), adapters[1])
+    few, many = (
+        get_backend(Device((7, 0), "", 132), adapters=rows).explain(Problem(heads, batch=8, max_seq_len=1024))
+        for heads in (8, 64)
+    )
+    assert [next(iter(v)).name for v in (few, many)] == ["partial", "whole"]
     first = {
         (batch, keys, sms): next(
             iter(

@@ -703,6 +703,22 @@ def test_what_a_graph_writes_into_a_plan_is_what_it_then_decodes(world: Any, bac
         assert plan.seq_lens.tolist() == list(lens)
 
 
+def test_a_kernel_without_metadata_reads_what_a_graph_has_just_written(world: Any) -> None:
+    if world.adapter.conventions.metadata != "none":
+        pytest.skip(f"{world.adapter.name} has metadata, which refresh renews")
+    cache, query = world.cache(), world.query(2)
+    plan = world.plan(cache, world.table(2, 2), world.ints(100, 1))
+
+    def step(lens: Tensor) -> Tensor:
+        plan.seq_lens.copy_(lens)
+        return plan.run(query, cache).out + 0
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for lens in ((7, 100), (0, 64)):
+        got = compiled(world.ints(*lens))
+        assert torch.equal(got, world.plan(cache, plan.block_table, world.ints(*lens)).run(query, cache).out)
+
+
 def test_lengths_that_a_graph_writes_are_held_to_the_room(world: Any) -> None:
     plan = world.plan(world.cache(), world.table(2, 2), world.ints(9, 1))
     if world.device.type == "cpu" or plan.update_mode == "host":
