@@ -101,6 +101,8 @@ def as_markdown(machine: dict[str, str], cells: list[dict[str, Any]], tests: Cou
             text = SIGNS[cell["result"]]
             if cell["result"] == "passed" and "out_error" in cell:
                 text += f" {cell['out_error']:.1e}"
+            if "stated_lse_error" in cell:
+                text += f", without lse; as named, lse {cell['stated_lse_error']:.1e}"
             if cell["why"]:
                 text += f" [{reasons.setdefault(cell['why'], len(reasons) + 1)}]"
             shown.append(text)

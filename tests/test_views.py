@@ -123,7 +123,7 @@ def refresh_with(plan: DecodePlan, **step: Tensor) -> None:
 def check_a_refresh_of_a_view(world: Any) -> None:
     plan = made(world, 130, 64, 65, 9)
     if plan.update_mode == "host":
-        return
+        pytest.skip(f"{plan.adapter} plans on the host, where refresh is refused")
     view, other = plan.at(2), plan.at(3)
     refresh_with(view, **step_of(world, 0, 200))
     assert_fresh(world, view)
@@ -158,8 +158,8 @@ def test_an_update_of_a_view_leaves_the_rows_past_it_empty(world: Any) -> None:
 
 
 def test_a_kernel_that_keeps_its_plan_is_never_behind_its_views(planned: Any) -> None:
-    check_a_refresh_of_a_view(planned)
     check_an_update_of_a_view(planned)
+    check_a_refresh_of_a_view(planned)
 
 
 def test_a_step_that_a_view_cannot_plan_is_taken_back_everywhere(planned: Any) -> None:
@@ -277,7 +277,7 @@ def test_each_view_knows_whether_its_own_rows_see_keys(planned: Any) -> None:
 def test_what_an_engine_writes_is_held_to_the_plans_room(world: Any) -> None:
     plan = made(world, 130, 64, 65)
     if plan.update_mode == "host":
-        return
+        pytest.skip(f"{plan.adapter} plans on the host, where refresh is refused")
     assert plan.seq_lens is not None
     assert plan.block_table is not None
     most = plan.describe()["max_seq_len"]
