@@ -16,8 +16,8 @@ from mla_backends.plan import DecodePlan
 from mla_backends.problem import Geometry, Problem, softmax_scale
 from mla_backends.result import Decoded
 from mla_backends.selection import Selection
-from mla_backends.support import Verdicts
 from mla_backends.unified import UnifiedCache
+from mla_backends.verdicts import Verdicts
 
 __all__ = [
     "AbsorbWeights",

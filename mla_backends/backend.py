@@ -39,7 +39,8 @@ from mla_backends.problem import Problem
 from mla_backends.recipe import Recipe, cache_facts
 from mla_backends.result import Decoded
 from mla_backends.steps import MOST_KEYS, Room, StepInput, check_ints, check_tensor
-from mla_backends.support import Refusal, Verdict, Verdicts
+from mla_backends.support import Refusal
+from mla_backends.verdicts import Verdict, Verdicts
 
 __all__ = ["Backend", "WarmupReport", "get_backend"]
 

@@ -23,9 +23,9 @@ from mla_backends.device import Device
 from mla_backends.errors import InvalidInput, NoAdapterRuns
 from mla_backends.formats import Format, format_named
 from mla_backends.problem import Geometry
-from mla_backends.support import Verdict, Verdicts
 from mla_backends.timing import ceilings, graph_of, interleaved, median_on_cpu
 from mla_backends.trials import Trial
+from mla_backends.verdicts import Verdict, Verdicts
 
 __all__ = ["MODELS", "Comparison", "Row", "Workload", "compare"]
 

@@ -14,7 +14,8 @@ from mla_backends.device import Device
 from mla_backends.errors import InvalidInput
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
-from mla_backends.support import Refusal, Speed, Verdict, Verdicts
+from mla_backends.support import Refusal, Speed
+from mla_backends.verdicts import Verdict, Verdicts
 
 __all__ = ["estimate", "forced", "judge"]
 

@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mla_backends.support import Verdicts
+    from mla_backends.verdicts import Verdicts
 
 __all__ = ["InvalidInput", "NoAdapterRuns", "real_number", "shown", "whole_number"]
 

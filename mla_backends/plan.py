@@ -18,18 +18,16 @@ from mla_backends.absorb import Query
 from mla_backends.adapter import Kernel, Step
 from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
-from mla_backends.device import is_capturing
 from mla_backends.errors import InvalidInput, whole_number
 from mla_backends.formats import format_named
 from mla_backends.graph_node import numbered, refresh_in_graph, run_in_graph, select_in_graph
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
 from mla_backends.problem import Problem
-from mla_backends.recipe import Recipe, cache_facts
+from mla_backends.recipe import Recipe
 from mla_backends.result import Decoded
 from mla_backends.selection import Selection
 from mla_backends.steps import StepInput
-from mla_backends.support import Conventions
 
 __all__ = ["DecodePlan"]
 
@@ -125,7 +123,7 @@ class DecodePlan:
     @classmethod
     def _start(cls, recipe: Recipe, batch: int, q_len: int, step: StepInput) -> DecodePlan:
         conventions = recipe.adapter.conventions_of(recipe.problem)
-        _check_capture(recipe, conventions, step)
+        recipe.check_capture(step)
         buffers = Buffers.allocate(
             batch,
             max_seq_len=recipe.max_seq_len,
@@ -207,7 +205,7 @@ class DecodePlan:
         if self._is_sparse and step.is_given:
             raise InvalidInput("this plan is sparse: it has no block table and no lengths, pass indices to run")
         self._buffers.check(step)
-        _check_capture(self._recipe, self._conventions, step)
+        self._recipe.check_capture(step)
         try:
             with self._buffers.restored_on_error():
                 self._buffers.fill(step)
@@ -262,7 +260,7 @@ class DecodePlan:
         if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
-            _check_capture(self._recipe, self._conventions, StepInput())
+            self._recipe.check_capture(StepInput())
             recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
             with torch.inference_mode(False):
                 view = DecodePlan(recipe, self._buffers.first(batch))
@@ -333,7 +331,8 @@ class DecodePlan:
         if _is_compiling():
             return self._in_graph(query, cache, indices, out, lse)
         if getattr(cache, "facts", None) is not self._accepted:
-            self._accept_cache(cache)
+            self._recipe.check_cache(cache)
+            self._accepted = cache.facts
         if (indices is None) == self._is_sparse:
             raise InvalidInput(
                 "this plan is sparse, it takes indices"
@@ -408,26 +407,6 @@ class DecodePlan:
             qk_rope_head_dim=problem.qk_rope_head_dim,
         )
 
-    def _accept_cache(self, cache: PagedCache) -> None:
-        """Admit a layer whose layout the adapter takes; remembered by its facts."""
-        if not isinstance(cache, PagedCache):
-            raise InvalidInput(
-                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
-            )
-        problem, recipe = self.problem, self._recipe
-        for name in ("format", "page_size", "kv_lora_rank", "qk_rope_head_dim"):
-            planned = getattr(problem, "cache_format" if name == "format" else name)
-            if getattr(cache, name) != planned:
-                raise InvalidInput(f"the cache's {name} is {getattr(cache, name)}, this plan was made for {planned}")
-        if cache.device != recipe.where:
-            raise InvalidInput(f"the cache is on {cache.device}, this plan's tensors are on {recipe.where}")
-        if cache.num_pages != recipe.num_pages:
-            raise InvalidInput(f"the cache has {cache.num_pages} pages, this plan was made for {recipe.num_pages}")
-        refusals = recipe.adapter.refusals(replace(problem, **cache_facts(cache)), recipe.device, forced=True)
-        if refusals:
-            raise InvalidInput(f"{self.adapter} does not take this cache: " + "; ".join(map(str, refusals)))
-        self._accepted = cache.facts
-
     @property
     def _waits(self) -> str:
         if self.update_mode == "device":
@@ -458,19 +437,3 @@ class DecodePlan:
             **recipe.why,
             **({} if self._kernel is None else self._kernel.describe()),
         }
-
-
-def _check_capture(recipe: Recipe, conventions: Conventions, step: StepInput) -> None:
-    """Refuse what a CUDA graph that is being captured cannot hold: work of the host."""
-    if not is_capturing(recipe.where):
-        return
-    if conventions.metadata == "host":
-        raise InvalidInput(
-            f"{recipe.adapter.name} plans on the host, which a CUDA graph cannot hold; plan, take views with at and update "
-            f"outside of the capture"
-        )
-    if step.seq_lens is None and step.seq_lens_cpu is not None:
-        raise InvalidInput(
-            "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
-            "pass seq_lens, on the device"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from mla_backends.adapter import Adapter
 from mla_backends.cache import PagedCache
 from mla_backends.catalogue import Serving
-from mla_backends.device import Device
+from mla_backends.device import Device, is_capturing
+from mla_backends.errors import InvalidInput
 from mla_backends.problem import Problem
+from mla_backends.steps import StepInput
 
 __all__ = ["Recipe", "cache_facts"]
 
@@ -64,3 +66,44 @@ class Recipe:
     q_scale: float | Tensor | None
     why: dict[str, Any]
     empty_rows: Literal["exact", "any"] = "exact"
+
+    def check_cache(self, cache: PagedCache) -> None:
+        """Refuse a layer of another layout than the adapter was chosen for, unless it takes that too.
+
+        Raises:
+            InvalidInput: saying what differs, or why the adapter refuses.
+        """
+        if not isinstance(cache, PagedCache):
+            raise InvalidInput(
+                f"cache is a {type(cache).__name__}, it takes a PagedCache; a UnifiedCache has one at .layer(i)"
+            )
+        for name in ("format", "page_size", "kv_lora_rank", "qk_rope_head_dim"):
+            planned = getattr(self.problem, "cache_format" if name == "format" else name)
+            if getattr(cache, name) != planned:
+                raise InvalidInput(f"the cache's {name} is {getattr(cache, name)}, this plan was made for {planned}")
+        if cache.device != self.where:
+            raise InvalidInput(f"the cache is on {cache.device}, this plan's tensors are on {self.where}")
+        if cache.num_pages != self.num_pages:
+            raise InvalidInput(f"the cache has {cache.num_pages} pages, this plan was made for {self.num_pages}")
+        refusals = self.adapter.refusals(replace(self.problem, **cache_facts(cache)), self.device, forced=True)
+        if refusals:
+            raise InvalidInput(f"{self.adapter.name} does not take this cache: " + "; ".join(map(str, refusals)))
+
+    def check_capture(self, step: StepInput) -> None:
+        """Refuse what a CUDA graph that is being captured cannot hold: work of the host.
+
+        Raises:
+            InvalidInput: while one is being captured on the current stream.
+        """
+        if not is_capturing(self.where):
+            return
+        if self.adapter.conventions_of(self.problem).metadata == "host":
+            raise InvalidInput(
+                f"{self.adapter.name} plans on the host, which a CUDA graph cannot hold; plan, take views with at and "
+                f"update outside of the capture"
+            )
+        if step.seq_lens is None and step.seq_lens_cpu is not None:
+            raise InvalidInput(
+                "seq_lens_cpu alone is given while a CUDA graph is being captured, whose replays would not know of it; "
+                "pass seq_lens, on the device"
+            )

@@ -510,7 +510,7 @@ def test_what_the_host_does_is_refused_while_a_graph_is_captured(
     adapter, make, _ = watching(metadata)
     plan, lens = make([3, 64, 7]), torch.tensor([9, 1], dtype=torch.int32)
     adapter.planned.clear()
-    monkeypatch.setattr("mla_backends.plan.is_capturing", lambda where: True)
+    monkeypatch.setattr("mla_backends.recipe.is_capturing", lambda where: True)
     if metadata == "host":
         for work in (lambda: plan.update(seq_lens=lens), lambda: plan.at(2), lambda: make([3])):
             with pytest.raises(InvalidInput, match="watching plans on the host, which a CUDA graph cannot hold"):

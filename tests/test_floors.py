@@ -14,7 +14,7 @@ FLOORS = (
     "errors",
     "problem device result",
     "support formats",
-    "compiled torch_ops torch_slots",
+    "compiled torch_ops torch_slots verdicts",
     "op_table cuda_ops",
     "query_ops row_ops slot_ops graph_node",
     "cache_ops",
