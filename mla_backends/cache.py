@@ -54,9 +54,10 @@ _KNOWN_FACTS: dict[CacheFacts, CacheFacts] = {}
 _LIVING: WeakValueDictionary[Hashable, PagedCache] = WeakValueDictionary()
 
 
-def _place(rows: Tensor, scale: Tensor | None) -> Hashable:
-    """What tells two layers apart: a layer's memory, how it is laid out, and where its scale is."""
-    return rows.data_ptr(), rows.shape, rows.stride(), rows.dtype, None if scale is None else scale.data_ptr()
+def _place(rows: Tensor, scale: Tensor | None, format: str, kv_lora_rank: int) -> Hashable:
+    """What tells two layers apart: a layer's memory, how it is laid out and read, and where its scale is."""
+    where = None if scale is None else scale.data_ptr()
+    return rows.data_ptr(), rows.shape, rows.stride(), where, format, kv_lora_rank
 
 
 class PagedCache:
@@ -164,7 +165,7 @@ class PagedCache:
             device=rows.device,
         )
         put(self, "facts", _KNOWN_FACTS.setdefault(facts, facts))
-        _LIVING[_place(rows, self.scale)] = self
+        _LIVING[_place(rows, self.scale, format, kv_lora_rank)] = self
 
     @classmethod
     def allocate(
@@ -185,9 +186,14 @@ class PagedCache:
         return cls(data, format, kv_scale=kv_scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
     @classmethod
-    def of(cls, rows: Tensor, scale: Tensor | None) -> PagedCache | None:
-        """A living cache with these `rows` and this `scale`, by where they lie; None where there is none."""
-        return _LIVING.get(_place(rows, scale))
+    def over(
+        cls, rows: Tensor, scale: Tensor | None, format: Format, *, kv_lora_rank: int, qk_rope_head_dim: int
+    ) -> PagedCache:
+        """A cache of these `rows` with this `scale`: the living one that lies there, or a new one."""
+        found = _LIVING.get(_place(rows, scale, format, kv_lora_rank))
+        if found is not None:
+            return found
+        return cls(rows, format, kv_scale=scale, kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a PagedCache is immutable, so {name} cannot be set; make another one over the same data")

@@ -397,15 +397,9 @@ class DecodePlan:
         return self._intake.over(latent, rope, scale)
 
     def cache_over(self, rows: Tensor, scale: Tensor | None) -> PagedCache:
-        """For a graph's node: the layer of those tensors, one like those that this plan takes where none lives there."""
-        problem = self.problem
-        return PagedCache.of(rows, scale) or PagedCache(
-            rows,
-            format_named(problem.cache_format).name,
-            kv_scale=scale,
-            kv_lora_rank=problem.kv_lora_rank,
-            qk_rope_head_dim=problem.qk_rope_head_dim,
-        )
+        """For a graph's node: the layer of those tensors, as this plan takes it."""
+        p, name = self.problem, format_named(self.problem.cache_format).name
+        return PagedCache.over(rows, scale, name, kv_lora_rank=p.kv_lora_rank, qk_rope_head_dim=p.qk_rope_head_dim)
 
     @property
     def _waits(self) -> str:

@@ -611,3 +611,20 @@ def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
         cache.write(torch.ones(1, 512).bfloat16(), torch.ones(1, 64).bfloat16(), torch.zeros(1, dtype=torch.int64))
         assert (cache.data[0, 0] == 1).all()
         cache.data.zero_()
+
+
+def test_a_cache_is_found_again_by_its_memory_its_format_and_its_scale():
+    rows, scales = torch.zeros(2, 64, 576, dtype=torch.float8_e4m3fn), (torch.ones(1), torch.ones(1))
+    caches = [PagedCache(rows, "fp8", kv_scale=scale) for scale in scales]
+    narrow = PagedCache(rows, "fp8", kv_scale=scales[0], kv_lora_rank=448, qk_rope_head_dim=128)
+
+    def over(scale, rank=512, rope=64):
+        return PagedCache.over(rows, scale, "fp8", kv_lora_rank=rank, qk_rope_head_dim=rope)
+
+    assert [over(scale) for scale in scales] == caches
+    assert over(scales[0], 448, 128) is narrow
+    del narrow
+    assert over(scales[0], 448, 128).kv_lora_rank == 448
+    assert over(scales[0]) is caches[0]
+    other = torch.full((1,), 2.0)
+    assert over(other).scale.data_ptr() == other.data_ptr()
