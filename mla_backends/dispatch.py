@@ -121,7 +121,7 @@ def estimate(adapter: Adapter, problem: Problem, device: Device, speed: Speed | 
     batch = TYPICAL_BATCH if problem.batch is None else max(problem.batch, 1)
     keys = problem.topk or TYPICAL_FILL * (problem.max_seq_len or TYPICAL_SEQ_LEN)
     rows = problem.q_len * adapter.conventions_of(problem).padded(problem.num_heads)
-    tiles = -(-rows // TILE)
+    tiles = max(1, -(-rows // TILE))
     row_bytes = FORMATS[problem.cache_format].row_bytes(problem.kv_lora_rank, problem.qk_rope_head_dim)
     seconds_memory = batch * keys * row_bytes / (COPY_BYTES * speed.memory)
     flops = 2 * batch * tiles * TILE * keys * (problem.row_width + problem.kv_lora_rank)

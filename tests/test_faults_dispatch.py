@@ -111,6 +111,12 @@ def test_a_machine_that_is_not_this_one_serves_explain_alone() -> None:
         backend.warmup([Problem(16)])
 
 
+def test_problems_of_nothing_are_judged_too() -> None:
+    for facts in ({"q_len": 0}, {"batch": 0}, {"max_seq_len": 0}, {"q_len": 0, "batch": 0, "max_seq_len": 0}):
+        for sms in (0, 132):
+            assert get_backend(Device((8, 0), "", sms)).explain(Problem(16, **facts)).chosen is not None
+
+
 def test_a_kernel_whose_splits_cost_comes_first_where_requests_are_many() -> None:
     class Fast(Adapter):
         conventions = Conventions(query="split")
