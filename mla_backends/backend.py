@@ -92,6 +92,11 @@ def _torch_device(device: torch.device | str | None) -> torch.device:
     return found
 
 
+def _plain(sink: Tensor) -> Tensor:
+    """The caller's own tensor where kernels can read it, so that what is written into it later counts."""
+    return sink if sink.is_contiguous() and not sink.requires_grad else sink.detach().contiguous()
+
+
 @dataclass(frozen=True)
 class WarmupReport:
     """What `Backend.warmup` did: a line a problem."""
@@ -307,7 +312,7 @@ class Backend:
             softmax_scale=softmax_scale,
             q_dtype=dtype,
             max_seq_len=capacity,
-            attn_sink=None if attn_sink is None else attn_sink.detach().contiguous(),
+            attn_sink=None if attn_sink is None else _plain(attn_sink),
             workspace=workspace_of(workspace, needed, where),
             q_scale=q_scale,
             empty_rows=empty_rows,

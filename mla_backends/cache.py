@@ -78,6 +78,8 @@ class PagedCache:
         latent, rope: [pages, page_size, L] and [.., R], views of `rows`; None for "fp8_ds_mla", whose rows mix dtypes.
         latent_heads, rope_heads: [pages, page_size, 1, L] and [.., R], the same with the one KV head as an axis.
         scale: kv_scale as [1] float32 on the device; None for formats other than "fp8".
+        own_scale: the caller's own tensor, where kv_scale is one, else `scale`: one name of it, whoever reads or writes it in a
+            compiled graph.
 
     Raises:
         InvalidInput: where dtype, widths, strides or scale are not those of the format.
@@ -93,6 +95,7 @@ class PagedCache:
         "kv_scale",
         "latent",
         "latent_heads",
+        "own_scale",
         "page_size",
         "rope",
         "rope_heads",
@@ -112,6 +115,7 @@ class PagedCache:
     latent_heads: Tensor | None
     rope_heads: Tensor | None
     scale: Tensor | None
+    own_scale: Tensor | None
     _by_row: PagedCache | None
 
     def __init__(
@@ -146,6 +150,8 @@ class PagedCache:
         if kv_scale is not None and not isinstance(kv_scale, Tensor) and type(kv_scale) not in (int, float):
             kv_scale = float(kv_scale)
         put(self, "kv_scale", kv_scale)
+        is_own = isinstance(kv_scale, Tensor) and not kv_scale.requires_grad
+        put(self, "own_scale", kv_scale if is_own else self.scale)
         put(self, "rows", rows)
         put(self, "heads", rows.unsqueeze(2))
         put(self, "latent", None if mixed else rows[..., :kv_lora_rank])
@@ -274,7 +280,7 @@ class PagedCache:
                 f"kv_c is {list(kv_c.shape)} and k_pe {list(k_pe.shape)}, this cache takes kv_c [>=T, {f.kv_lora_rank}] "
                 f"and k_pe [>=T, {f.qk_rope_head_dim}]; squeeze a head axis, and make the cache with the model's widths"
             )
-        ops.write_cache(self.rows, kv_c, k_pe, slot_mapping, f.format, self.scale)
+        ops.write_cache(self.rows, kv_c, k_pe, slot_mapping, f.format, self.own_scale)
 
     def dequantized(self) -> Tensor:
         """[pages, page_size, D] float32, the values as a kernel reads them."""

@@ -16,7 +16,9 @@ from mla_backends.cache import PagedCache
 from mla_backends.conditions import Condition
 from mla_backends.formats import format_named
 from mla_backends.plan import DecodePlan
+from mla_backends.problem import Problem
 from mla_backends.query import Query
+from mla_backends.recipe import cache_facts
 from mla_backends.result import Decoded
 from mla_backends.trials import SOFTMAX_SCALE
 from mla_backends.unified import UnifiedCache
@@ -33,7 +35,7 @@ class Endurance:
     """A cache of two layers, all rows written, and a query; what `faults` runs over them.
 
     Args:
-        condition: its heads, format, page size, topk and lse are used, and whether layers are of one slot.
+        condition: its heads, q_len, mask, format, page size, topk, sink and lse are used, and whether layers are of one slot.
         q_scale: of an e4m3 query, where the kernel reads one: a measured one is of the whole batch.
     """
 
@@ -45,7 +47,9 @@ class Endurance:
         self._columns = -(-MOST_KEYS // condition.page_size)
         self._pages = BATCH * self._columns + 3
         self._layers = self._filled()
-        self._query = Query.from_packed(self._normal(BATCH, condition.num_heads, 576))
+        lead = (BATCH,) if condition.q_len == 1 else (BATCH, condition.q_len)
+        self._query = Query.from_packed(self._normal(*lead, condition.num_heads, 576))
+        self._sink = self._normal(condition.num_heads).float() if condition.attn_sink else None
 
     def _normal(self, *shape: int) -> Tensor:
         return (torch.randn(*shape, generator=self._generator) * 0.3).to(self._dtype).to(self._device)
@@ -53,15 +57,35 @@ class Endurance:
     def _filled(self) -> list[PagedCache]:
         c = self._condition
         pages, size, where = self._pages, c.page_size, self._device
+        # What a layer's values are scaled by is its own.
+        scales = (0.5, 2.0) if c.cache_format == "fp8" else (None, None)
         if c.layers == 1:
-            layers = [PagedCache.allocate(pages, size, c.cache_format, where) for _ in range(2)]
+            layers = [PagedCache.allocate(pages, size, c.cache_format, where, kv_scale=scale) for scale in scales]
         else:
             slot = UnifiedCache.allocate(pages, 2, size, c.cache_format, where)
-            layers = [slot.layer(0), slot.layer(1)]
+            layers = [slot.layer(i, kv_scale=scale) for i, scale in enumerate(scales)]
         for layer in layers:
             slots = torch.arange(layer.num_slots, device=self._device)
             layer.write(self._normal(len(slots), 512), self._normal(len(slots), 64), slots)
         return layers
+
+    def problem(self) -> Problem:
+        """The facts that its plans are chosen by; a view is of 2 requests."""
+        c = self._condition
+        return Problem(
+            c.num_heads,
+            batch=BATCH,
+            q_len=c.q_len,
+            causal=c.causal,
+            q_dtype=str(self._dtype).removeprefix("torch."),
+            topk=c.topk,
+            needs_lse=c.return_lse,
+            attn_sink=c.attn_sink,
+            batch_invariant=c.batch_invariant,
+            max_seq_len=None if c.topk is not None else MOST_KEYS,
+            measured_q_scale=self._q_scale is None,
+            **cache_facts(self._layers[0]),
+        )
 
     def _plan(self, step: dict[str, Any], batch: int = BATCH) -> DecodePlan:
         c = self._condition
@@ -72,9 +96,13 @@ class Endurance:
             step.get("seq_lens"),
             num_heads=c.num_heads,
             softmax_scale=SOFTMAX_SCALE,
+            q_len=c.q_len,
+            causal=c.causal,
             q_dtype=self._dtype,
             topk=c.topk,
+            attn_sink=self._sink,
             return_lse=c.return_lse,
+            batch_invariant=c.batch_invariant,
             max_batch=batch,
             max_seq_len=None if is_sparse else MOST_KEYS,
             seq_lens_cpu=step.get("seq_lens_cpu"),
@@ -93,7 +121,8 @@ class Endurance:
         if self._condition.topk is None:
             return None
         end = self._layers[0].num_slots
-        slots = torch.randint(-end // 4, end + end // 4, (batch, self._condition.topk), generator=self._generator)
+        lead = (batch, *self._query.latent.shape[1:-2])
+        slots = torch.randint(-end // 4, end + end // 4, (*lead, self._condition.topk), generator=self._generator)
         return slots.int().to(self._device)
 
     def faults(self) -> tuple[str, ...]:
@@ -116,6 +145,18 @@ class Endurance:
         got = plan.run(self._query, self._layers[0], indices=indices, out=out, lse=lse)
         if got.out is not out or got.lse is not lse or not _is_same(got, kept):
             yield "what was written into out= and lse= is not what a run gives without them"
+        step = self._step(STEPS[0])
+        plan = self._plan(step)
+        plan.run(self._query, self._layers[0], indices=indices)
+        kept = _copied(plan.run(self._query, self._layers[1], indices=indices))
+        if not _is_same(kept, self._plan(step).run(self._query, self._layers[1], indices=indices)):
+            yield "the second layer of a plan is decoded otherwise than by a plan of its own"
+        values = self._query.packed.clone()
+        self._query.packed.copy_(values.flip(0).neg())
+        want = self._plan(step).run(Query.from_packed(self._query.packed.clone()), self._layers[1], indices=indices)
+        if not _is_same(plan.run(self._query, self._layers[1], indices=indices), want):
+            yield "a run reads what its query held before, or another query than it was given"
+        self._query.packed.copy_(values)
 
     def _of_steps(self) -> Iterator[str]:
         """Of many: a plan that is updated, refreshed, or viewed at a smaller batch is a fresh one."""

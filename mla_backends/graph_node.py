@@ -42,7 +42,7 @@ def is_same_memory(a: Tensor | None, b: Tensor | None) -> bool:
     """Whether two tensors are one view of one piece of memory."""
     if a is None or b is None:
         return a is b
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _copied(given: Sequence[Tensor], into: Sequence[Tensor]) -> bool:
@@ -67,7 +67,8 @@ def _run(
     lse: Tensor | None,
 ) -> None:
     made = _living(plan)
-    _copied(inputs, made.graph_inputs)
+    if _copied(inputs, made.graph_inputs):
+        made.unlearn()
     query, layer = made.query_over(latent, rope, scale), made.cache_over(rows, kv_scale)
     made.run(query, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
 
@@ -80,11 +81,10 @@ def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, se
 
 def _refresh(plan: int, block_table: Tensor, seq_lens: Tensor) -> None:
     made = _living(plan)
-    given = (block_table, seq_lens)
-    were_apart = _copied(given, made.graph_inputs[:2])
+    were_apart = _copied((block_table, seq_lens), made.graph_inputs[:2])
     made.refresh()
     if were_apart:  # refresh holds lengths to the plan's room
-        _copied(made.graph_inputs[:2], given)
+        _copied(made.graph_inputs[1:2], (seq_lens,))
 
 
 run_in_graph: Callable[..., None] = register(
@@ -101,5 +101,5 @@ select_in_graph: Callable[..., None] = register(
 )
 
 refresh_in_graph: Callable[..., None] = register(
-    "refresh_plan(int plan, Tensor(a!) block_table, Tensor(b!) seq_lens) -> ()", _refresh, _refresh
+    "refresh_plan(int plan, Tensor block_table, Tensor(a!) seq_lens) -> ()", _refresh, _refresh
 )

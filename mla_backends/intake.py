@@ -55,7 +55,9 @@ class Intake:
         self._scale: Tensor | None = None
         """Of every query that is quantised here: the caller's, or where the measured one is written."""
         if isinstance(q_scale, Tensor):
-            self._scale = q_scale.detach().reshape(1) if self._quantizes else None
+            # The caller's own where it is one already, for a graph that writes it by that name.
+            own = q_scale if q_scale.dim() == 1 and not q_scale.requires_grad else q_scale.detach().reshape(1)
+            self._scale = own if self._quantizes else None
         elif self._quantizes:
             value = 1.0 if q_scale is None else float(q_scale)
             self._scale = torch.full((1,), value, dtype=torch.float32, device=device)

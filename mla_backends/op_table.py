@@ -127,8 +127,12 @@ def dense_last(**tensors: Tensor) -> None:
 
 
 def own_memory(**tensors: Tensor) -> None:
-    """Raises InvalidInput for what an op would write in one place for several values."""
+    """Raises InvalidInput for what an op would write in one place for several values, or torch lets nobody write."""
     for name, x in tensors.items():
+        if not _is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+            raise refuse(
+                name, "a tensor of inference mode, which is written there alone", f"another; pass {name}.clone()"
+            )
         if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
             raise refuse(f"the strides of {name}", x.stride(), "memory for each value; clone an expanded tensor")
 

@@ -82,11 +82,9 @@ class DecodePlan:
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
         self._number = numbered(self)
-        q_scale = recipe.q_scale
         self.graph_inputs = [] if self._is_sparse else [buffers.block_table, buffers.seq_lens]
-        """What outside code may write, which a graph's node must read: the buffers, then the scale of its queries."""
-        if isinstance(q_scale, Tensor):
-            self.graph_inputs.append(q_scale)
+        """What outside code may write, which a graph's node must read: the buffers, then the queries' scale and the sink."""
+        self.graph_inputs += [x for x in (recipe.q_scale, recipe.attn_sink) if isinstance(x, Tensor)]
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -260,13 +258,17 @@ class DecodePlan:
         if batch > self._buffers.batch:
             raise InvalidInput(f"batch is {batch}, it takes 1 to {self._buffers.batch}, this plan's")
         if batch not in self._views:
-            self._recipe.check_capture(StepInput())
-            recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
-            with torch.inference_mode(False):
-                view = DecodePlan(recipe, self._buffers.first(batch))
-                view._replan()
-            self._views[batch] = view
+            self._make_view(batch)
         return self._views[batch]
+
+    @_of_the_host
+    def _make_view(self, batch: int) -> None:
+        self._recipe.check_capture(StepInput())
+        recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
+        with torch.inference_mode(False):
+            view = DecodePlan(recipe, self._buffers.first(batch))
+            view._replan()
+        self._views[batch] = view
 
     # --- the layer ----------------------------------------------------------------------------------------------------
 
@@ -386,11 +388,19 @@ class DecodePlan:
         if isinstance(indices, Selection):
             indices.check_owner(self._selection)
             indices = indices.kernel_table
-        # The caller's own scale rather than a view of it: one of two names that a graph writes by.
-        kv_scale = cache.kv_scale if isinstance(cache.kv_scale, Tensor) else cache.scale
-        parts = (query.latent, query.rope, query.scale, cache.rows, kv_scale, indices)
+        p = self.problem
+        planned = (p.cache_format, p.kv_lora_rank, p.qk_rope_head_dim)
+        if (cache.format, cache.kv_lora_rank, cache.qk_rope_head_dim) != planned:
+            raise InvalidInput(
+                f"the cache is {cache!r}, this plan was made for {planned[0]} of {planned[1]} + {planned[2]}"
+            )
+        parts = (query.latent, query.rope, query.scale, cache.rows, cache.own_scale, indices)
         run_in_graph(self._is_cuda, self._number, self.graph_inputs, *parts, is_selected, out, lse)
         return Decoded(out, lse)
+
+    def unlearn(self) -> None:
+        """For a graph's node: the graph has written what the host thought to know."""
+        self._buffers.sees_keys = False
 
     def query_over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
         """For a graph's node: the query of those tensors."""

@@ -99,6 +99,10 @@ class Range:
         return (self.low,) if self.high is None else (self.low, self.high)
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _check_fields(*read: tuple[type[Problem] | type[Device], str]) -> None:
     """Raises ValueError for a field that there is not: the adapter does not import then, and says why."""
     for holder, name in read:
@@ -168,9 +172,8 @@ class Joint:
     cure: str = ""
 
     def __post_init__(self) -> None:
-        _check_fields(
-            *((Device if n.startswith("device.") else Problem, n.removeprefix("device.")) for n in self.reads)
-        )
+        names = [*self.reads, *(name for facts in (*self.inside, *self.outside) for name in facts)]
+        _check_fields(*((Device if n.startswith("device.") else Problem, n.removeprefix("device.")) for n in names))
 
     def refusal(self, problem: Problem, device: Device) -> Refusal | None:
         if self.predicate(problem, device):
@@ -268,8 +271,18 @@ class Conventions:
             words = get_args(kind)
             if get_origin(kind) is Literal and getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, it takes one of {', '.join(map(repr, words))}")
-        if self.heads is not None and (not self.heads or list(self.heads) != sorted(set(self.heads))):
-            raise ValueError(f"heads is {self.heads}, it takes counts that ascend, or None")
+        counts = self.heads if self.heads is not None else (1,)
+        if not isinstance(counts, tuple) or not counts or list(counts) != sorted({c for c in counts if _is_count(c)}):
+            raise ValueError(f"heads is {self.heads}, it takes a tuple of counts that ascend, or None")
+        for name in ("topk_multiple", "table_columns"):
+            if not _is_count(getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)!r}, it takes a whole number of at least 1")
+        if self.query_dtype not in (None, "float8_e4m3fn"):
+            raise ValueError(
+                f"query_dtype is {self.query_dtype!r}, it takes 'float8_e4m3fn', or None for the problem's"
+            )
+        if not 0 <= self.lse_precision < 1:
+            raise ValueError(f"lse_precision is {self.lse_precision!r}, it takes an error of the logarithm, 0 for none")
 
     def padded(self, num_heads: int) -> int:
         """The least head count that the kernel runs and that holds `num_heads`."""

@@ -38,6 +38,7 @@ __all__ = [
     "MUST_RUN",
     "BrokenRule",
     "Conformance",
+    "base_condition",
     "broken_rules",
     "conditions",
     "endured",
@@ -84,6 +85,7 @@ def good_case(adapter: Adapter) -> tuple[Problem, Device]:
         facts[rule.subject] = rule.takes.inside[0]
     if "cache_format" in facts and "q_dtype" not in facts:
         facts["q_dtype"] = {"fp16": "float16", "fp32": "float32"}.get(facts["cache_format"], "bfloat16")
+    facts["needs_lse"] = nearest(adapter, "needs_lse", False)
     return Problem(**facts), device
 
 
@@ -123,19 +125,35 @@ def stated(adapter: Adapter, subject: str, default: tuple[Any, ...]) -> tuple[An
     return default
 
 
-def conditions(adapter: Adapter) -> Iterator[Condition]:
-    """What an adapter is run at: each axis of the contract, around the first format, page size and topk that it states."""
-    formats = stated(adapter, "cache_format", ("bf16",))
-    pages = stated(adapter, "page_size", (64,))
-    is_sparse = None not in stated(adapter, "topk", (None,))
+def nearest(adapter: Adapter, subject: str, preferred: Any) -> Any:
+    """`preferred` where the adapter takes it, else the first value that it states."""
+    for rule in adapter.support:
+        if isinstance(rule, Limit) and rule.of is Problem and rule.subject == subject:
+            return preferred if preferred in rule.takes else rule.takes.inside[0]
+    return preferred
+
+
+def base_condition(adapter: Adapter) -> Condition:
+    """What all conditions are near to: the usual decode, but for what the adapter does not take of it."""
+    formats, is_sparse = stated(adapter, "cache_format", ("bf16",)), None not in stated(adapter, "topk", (None,))
     base = Condition(
         cache_format=formats[0],
-        page_size=64 if 64 in pages else pages[0],
-        topk=192 if is_sparse else None,
-        return_lse=True in stated(adapter, "needs_lse", (True,)),
+        page_size=nearest(adapter, "page_size", 64),
+        topk=nearest(adapter, "topk", 192) if is_sparse else None,
+        q_len=nearest(adapter, "q_len", 1),
+        causal=nearest(adapter, "causal", True),
+        attn_sink=nearest(adapter, "attn_sink", False),
+        batch_invariant=nearest(adapter, "batch_invariant", False),
+        return_lse=nearest(adapter, "needs_lse", True),
     )
-    if not adapter.conventions.strides:
-        base = replace(base, layers=1, layer=0)
+    return base if adapter.conventions.strides else replace(base, layers=1, layer=0)
+
+
+def conditions(adapter: Adapter) -> Iterator[Condition]:
+    """What an adapter is run at: each axis of the contract, around `base_condition`."""
+    base = base_condition(adapter)
+    formats, pages = stated(adapter, "cache_format", ("bf16",)), stated(adapter, "page_size", (64,))
+    is_sparse = base.topk is not None
     yield from (replace(base, num_heads=h, q_len=q) for h in HEADS for q in Q_LENS)
     yield from (
         replace(base, cache_format=f, num_heads=h, q_len=q) for f in formats[1:] for h in (16, 128) for q in (1, 4)
@@ -164,7 +182,7 @@ def conditions(adapter: Adapter) -> Iterator[Condition]:
         yield replace(base, q_lens=(1, 4, 2, 1, 3, 1, 4))
         yield replace(base, q_lens=(3, 0, 2, 1), seq_lens=(2, 64, 65, 0), num_heads=128)
     yield replace(base, batch_invariant=True, q_scale=0.01 if formats[0] == "fp8" else None)
-    yield replace(base, attn_sink=True)
+    yield replace(base, attn_sink=not base.attn_sink)
     if "fp8" in formats:
         fp8 = replace(base, cache_format="fp8")
         for scale in (0.5, 2.0):
@@ -182,7 +200,7 @@ def endured(adapter: Adapter) -> tuple[Condition, ...]:
     """What one plan is held over many steps at: heads that the kernel runs as they are, as padded ones hide what it does to
     its query and `out`, and heads that are padded.
     """
-    base, (problem, device) = next(conditions(adapter)), good_case(adapter)
+    base, (problem, device) = base_condition(adapter), good_case(adapter)
     counts = (adapter.conventions.padded(problem.num_heads), 1)
     taken = [h for h in counts if not adapter.refusals(replace(problem, num_heads=h), device)]
     return tuple(replace(base, num_heads=h) for h in dict.fromkeys(taken or (problem.num_heads,)))
@@ -249,7 +267,11 @@ class Conformance:
         require_device(adapter, backend)
         q_scale = None if adapter.conventions.query_dtype is None else 0.01
         for condition in endured(adapter):
-            assert Endurance(backend, condition, q_scale=q_scale).faults() == ()
+            endurance = Endurance(backend, condition, q_scale=q_scale)
+            reasons = adapter.refusals(endurance.problem(), backend.device, forced=True)
+            if reasons:
+                pytest.skip(f"{adapter.name} refuses: {'; '.join(map(str, reasons))}")
+            assert endurance.faults() == ()
 
 
 def _trial(adapter: Adapter, condition: Condition, backend: Backend) -> Trial:

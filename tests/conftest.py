@@ -20,7 +20,7 @@ from mla_backends.conditions import LSE_TOLERANCE, OUT_TOLERANCE
 from mla_backends.formats import FORMATS
 from mla_backends.problem import Problem
 from mla_backends.reference import reference_decode, reference_sparse
-from mla_backends.testing import conditions, good_case, installed_adapters, require_device
+from mla_backends.testing import base_condition, good_case, installed_adapters, require_device
 
 SCALE = 192**-0.5
 HEADS = 16
@@ -41,7 +41,7 @@ class World:
     def __init__(self, adapter: Adapter) -> None:
         self.adapter = adapter
         self.backend: Backend = get_backend(adapter=adapter.name, adapters=[adapter])
-        base = next(iter(conditions(adapter)))
+        base = base_condition(adapter)
         self.format, self.page_size, self.topk = base.cache_format, base.page_size, base.topk
         self.dtype: torch.dtype = getattr(torch, FORMATS[self.format].query_dtype)
         self.q_scale = 0.01 if adapter.conventions.query_dtype is not None else None

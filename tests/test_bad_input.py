@@ -370,6 +370,15 @@ def test_autocast_changes_no_bit() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_bf16_decode_is_its_own_under_any_autocast(dtype: torch.dtype) -> None:
+    want = plan(return_lse=True).run(query(2), CACHE)
+    with torch.autocast("cpu", dtype=dtype):
+        got = plan(return_lse=True).run(query(2), CACHE)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
 def test_merged_and_finished_rows_have_no_gradient() -> None:
     parts, lses = torch.randn(2, 3, 4, 8, requires_grad=True), torch.randn(2, 3, 4, requires_grad=True)
     merged = ops.merge_partials(parts, lses)

@@ -15,7 +15,7 @@ from mla_backends.conditions import Condition
 from mla_backends.endurance import Endurance
 from mla_backends.problem import Problem
 from mla_backends.support import Conventions, Limit, OneOf, Range
-from mla_backends.testing import Conformance, conditions, endured
+from mla_backends.testing import Conformance, base_condition, conditions, endured, good_case
 from mla_backends.trials import Trial
 
 EAGER = next(entry for entry in installed() if entry.name == "eager")
@@ -78,6 +78,28 @@ class Writer(Right):
         result = super().run(query, *rest)
         query.latent.mul_(2)
         return result
+
+
+class FirstValues(Right):
+    """Decodes the values of the first query that it saw, at whatever address they were."""
+
+    kept: Query | None = None
+
+    def run(self, query: Query, *rest: Any) -> tuple[Tensor, Tensor | None]:
+        if self.kept is None:
+            self.kept = Query.from_packed(query.packed.clone())
+        return super().run(self.kept, *rest)
+
+
+class FirstScale(Right):
+    """Dequantises every layer by the first one's scale."""
+
+    kept: float | None = None
+
+    def run(self, query: Query, cache: PagedCache, *rest: Any) -> tuple[Tensor, Tensor | None]:
+        assert cache.scale is not None
+        self.kept = float(cache.scale) if self.kept is None else self.kept
+        return super().run(query, PagedCache(cache.data, "fp8", kv_scale=self.kept), *rest)
 
 
 class Whole(Right):
@@ -153,6 +175,39 @@ def test_an_adapter_without_an_lse_is_held_to_all_else() -> None:
     assert not any("lse_error" in name for name, _ in said)
 
 
+ONE_KIND = (
+    (Limit(Problem, "q_len", Range(2, 4), (), source="a test"), 2),
+    (Limit(Problem, "causal", OneOf(False), (), source="a test"), False),
+    (Limit(Problem, "attn_sink", OneOf(True), (), source="a test"), True),
+    (Limit(Problem, "batch_invariant", OneOf(True), (), source="a test"), True),
+    (Limit(Problem, "topk", Range(128, step=128, unknown=False, tested=(128,)), (), source="a test"), 128),
+    (Limit(Problem, "page_size", OneOf(32), (), source="a test"), 32),
+    (Limit(Problem, "cache_format", OneOf("fp8"), (), source="a test"), "fp8"),
+)
+
+
+@pytest.mark.parametrize(("limit", "value"), ONE_KIND, ids=[limit.subject for limit, _ in ONE_KIND])
+def test_an_adapter_of_one_kind_of_problem_is_held_to_it(limit: Limit, value: Any) -> None:
+    narrow = Wrapped(Right)
+    narrow.support = (*narrow.support, limit)  # type: ignore[misc]
+    base = base_condition(narrow)
+    assert getattr(base, limit.subject) == value
+    problem, device = good_case(narrow)
+    asked = [replace(problem, **{limit.subject: getattr(c, limit.subject)}) for c in conditions(narrow)]
+    assert sum(not narrow.refusals(p, device) for p in asked) > 20
+    for condition in endured(narrow):
+        endurance = Endurance(get_backend("cpu", adapters=[narrow]), condition, q_scale=None)
+        assert not narrow.refusals(endurance.problem(), device)
+        assert endurance.faults() == ()
+
+
+def test_limits_on_the_step_itself_are_the_text_of_a_skip() -> None:
+    small = Wrapped(Right)
+    small.support = (*small.support, Limit(Problem, "batch", Range(0, 2), (3,), source="a test"))  # type: ignore[misc]
+    with pytest.raises(pytest.skip.Exception, match="wrapped refuses: batch is 4, it takes 0 to 2"):
+        Conformance().test_a_plan_serves_layer_after_layer_and_step_after_step(small, lambda *pair: None)
+
+
 @pytest.mark.parametrize("heads", [8, 16])
 def test_an_lse_that_is_missing_or_of_another_dtype_is_a_fault(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_BACKENDS_CANARY", "0")
@@ -191,6 +246,9 @@ def test_a_stated_precision_is_held_and_noted_apart(monkeypatch: pytest.MonkeyPa
         (Wrapped(Writer), SPARSE, "wrote into the query that it was given"),
         (Wrapped(Right, writes_out=True), DENSE, r"written into out= and lse= is not what a run gives"),
         (Wrapped(Whole), DENSE, "a view at a smaller batch decodes otherwise"),
+        (Wrapped(FirstValues), DENSE, "a run reads what its query held before"),
+        (Wrapped(FirstValues), SPARSE, "a run reads what its query held before"),
+        (Wrapped(FirstScale), Condition(cache_format="fp8"), "the second layer of a plan is decoded otherwise"),
     ],
     ids=lambda x: x.kernel.__name__ if isinstance(x, Wrapped) else None,
 )

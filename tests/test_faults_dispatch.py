@@ -162,6 +162,8 @@ def test_a_rule_on_a_field_that_is_not_there_is_refused_where_it_is_written() ->
         Limit(Problem, "num_head", OneOf(16), refuses=(), source="a test")
     with pytest.raises(ValueError, match="Device has no field 'sms', it has capability"):
         Joint("sms", ("q_len", "device.sms"), lambda p, d: True, inside=(), outside=(), source="a test")
+    with pytest.raises(ValueError, match="Problem has no field 'q_lenn'"):
+        Joint("q", ("q_len",), lambda p, d: True, inside=({"q_lenn": 1},), outside=(), source="a test")
 
 
 def test_a_rule_that_raises_is_a_reason_of_its_adapter_alone() -> None:
@@ -196,6 +198,12 @@ def test_a_rule_that_raises_is_a_reason_of_its_adapter_alone() -> None:
         ({"lse_base": 2}, "lse_base is 2, it takes one of 'e', '2'"),
         ({"heads": (128, 16)}, "counts that ascend"),
         ({"heads": ()}, "counts that ascend"),
+        ({"heads": [16]}, "a tuple of counts"),
+        ({"heads": (0, 16)}, "counts that ascend"),
+        ({"topk_multiple": 0}, "topk_multiple is 0, it takes a whole number of at least 1"),
+        ({"table_columns": 1.5}, "table_columns is 1.5"),
+        ({"query_dtype": "float8"}, "query_dtype is 'float8', it takes 'float8_e4m3fn'"),
+        ({"lse_precision": float("nan")}, "lse_precision is nan"),
     ],
 )
 def test_conventions_that_mean_nothing_are_refused_where_they_are_written(given: dict[str, Any], says: str) -> None:

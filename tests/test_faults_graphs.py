@@ -766,6 +766,113 @@ def test_an_update_is_not_compiled(world: Any) -> None:
     assert torch.equal(torch.compile(both, backend="aot_eager")(), want.run(query, cache).out)
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_scale_that_a_graph_writes_is_the_one_that_it_stores_with(shape: tuple[int, ...]) -> None:
+    scale, rows = torch.ones(shape), (torch.randn(4, 512).bfloat16(), torch.randn(4, 64).bfloat16(), torch.arange(4))
+    cache = PagedCache.allocate(1, 64, "fp8", "cpu", kv_scale=scale)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32), torch.full((1,), 4, dtype=torch.int32)
+    plan, query = get_backend("cpu").plan(cache, table, lens, num_heads=12, softmax_scale=0.1), parts(1)
+
+    def layer(value: Tensor) -> Tensor:
+        scale.copy_(value)
+        cache.write(*rows)
+        return plan.run(query, cache).out + 0
+
+    want = layer(torch.full(shape, 0.25)), cache.data.clone()
+    cache.data.zero_()
+    scale.fill_(1.0)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.full(shape, 0.25))
+    assert torch.equal(got, want[0])
+    assert torch.equal(cache.data.view(torch.uint8), want[1].view(torch.uint8))
+
+
+def test_a_sink_that_is_written_is_the_one_that_counts() -> None:
+    _, _, cache = watching("op")
+    sink, query = torch.zeros(12), parts(2)
+    eager = get_backend("cpu")
+    table, lens = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([9, 3], dtype=torch.int32)
+    cache.write(torch.randn(64, 512).bfloat16(), torch.randn(64, 64).bfloat16(), torch.arange(64))
+    plan = eager.plan(cache, table, lens, num_heads=12, softmax_scale=0.1, attn_sink=sink)
+
+    def layer(value: Tensor) -> Tensor:
+        sink.copy_(value)
+        return plan.run(query, cache).out + 0
+
+    value = torch.linspace(-2, 2, 12)
+    want = eager.plan(cache, table, lens, num_heads=12, softmax_scale=0.1, attn_sink=value).run(query, cache).out
+    assert torch.equal(layer(value), want)
+    sink.zero_()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(value), want)
+
+
+def test_what_a_plan_was_not_made_for_is_refused_in_a_graph_too() -> None:
+    cache = PagedCache.allocate(4, 64, "bf16", "cpu")
+    table, lens = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([9, 3], dtype=torch.int32)
+    plan, query = get_backend("cpu").plan(cache, table, lens, num_heads=12, softmax_scale=0.1), parts(2)
+    other = PagedCache(cache.data, "bf16", kv_lora_rank=448, qk_rope_head_dim=128)
+    run = torch.compile(lambda query, cache: plan.run(query, cache).out + 0, backend="aot_eager")
+    run(query, cache)
+    with pytest.raises(InvalidInput, match="kv_lora_rank is 448, this plan was made for 512"):
+        run(query, other)
+    same_memory = Query.from_parts(query.latent.view(torch.float16), query.rope.view(torch.float16))
+    with pytest.raises(InvalidInput, match=r"the query is torch.float16, this plan's q_dtype is torch.bfloat16"):
+        run(same_memory, cache)
+
+
+def test_a_view_is_made_outside_of_a_graph() -> None:
+    _, make, cache = watching("op")
+    plan, query = make([3, 64]), parts(1)
+
+    def layer(q: Query) -> Tensor:
+        return plan.at(1).run(q, cache).out + 0
+
+    with pytest.raises(Exception, match="call it outside of the compiled function"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(query)
+    want = layer(query)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(query), want)
+
+
+def test_the_host_does_not_think_to_know_what_a_graph_has_written() -> None:
+    class Infinite(Watching):
+        def __init__(self) -> None:
+            self.conventions = Conventions(query="split", empty_rows="lse_inf")  # type: ignore[misc]
+
+        def plan(self, step: Step, library: Any) -> Kernel:
+            assert isinstance(EAGER, Adapter)
+            inner = EAGER.plan(step, library)
+
+            class Flipped(Kernel):
+                def run(self, *given: Any) -> Any:
+                    out, lse = inner.run(*given)
+                    assert lse is not None
+                    return out, lse.masked_fill(lse == float("-inf"), float("inf"))
+
+            return Flipped()
+
+    cache, lens = PagedCache.allocate(4, 64, "bf16", "cpu"), torch.tensor([9, 3], dtype=torch.int32)
+    plan = get_backend("cpu", adapters=[Infinite()]).plan(
+        cache,
+        torch.zeros(2, 1, dtype=torch.int32),
+        lens,
+        num_heads=12,
+        softmax_scale=0.1,
+        seq_lens_cpu=lens,
+        return_lse=True,
+    )
+    query = parts(2)
+
+    def layer(lens: Tensor) -> Tensor:
+        plan.seq_lens.copy_(lens)  # type: ignore[union-attr]
+        decoded = plan.run(query, cache)
+        assert decoded.lse is not None
+        return decoded.lse + 0
+
+    lse = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.tensor([0, 3], dtype=torch.int32))
+    assert (lse[0] == float("-inf")).all()
+    assert lse[1].isfinite().all()
+
+
 def test_one_compiled_function_serves_many_layers_and_queries(world: Any) -> None:
     lens, table = world.ints(70, 1), world.table(2, -(-70 // world.page_size))
     layers = [world.cache(seed=20 * i) for i in range(12)]

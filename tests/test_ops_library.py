@@ -258,6 +258,8 @@ def test_tensors_of_two_devices_are_refused(name):
 
 def test_what_an_op_writes_has_memory_of_its_own_and_says_so_otherwise():
     rows, bf16 = torch.zeros(2, 4, 8), torch.bfloat16
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 4, 8)
     for call, says in (
         (lambda: ops.concat_nope_rope(rows[:1].expand(2, 4, 8), rows[..., :6], rows[..., :2]), "the strides of out is"),
         (lambda: ops.concat_nope_rope(torch.zeros(2, 4, 16)[..., ::2], rows[..., :6], rows[..., :2]), "rows are dense"),
@@ -281,6 +283,7 @@ def test_what_an_op_writes_has_memory_of_its_own_and_says_so_otherwise():
             ),
             "the strides of lse is",
         ),
+        (lambda: ops.concat_nope_rope(inferred, rows[..., :6], rows[..., :2]), r"of inference mode.*pass out.clone\(\)"),
         (lambda: ops.rope_tail(rows[:1].expand(2, 4, 8).to(bf16), None), "q_pe is a NoneType, it takes a tensor"),
         (lambda: ops.quantize_query(rows, rows, 0.5), "scale is a float, it takes a tensor"),
         (lambda: ops.query_scale(None, rows, rows, None), "out is a NoneType, it takes a tensor"),

@@ -39,6 +39,10 @@ class EagerKernel(Kernel):
     def run(
         self, query: Query, cache: PagedCache, indices: Tensor | None, out: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        with torch.autocast(self.step.device.type, enabled=False):  # which would round the products' operands
+            return self._run(query, cache, indices)
+
+    def _run(self, query: Query, cache: PagedCache, indices: Tensor | None) -> tuple[Tensor, Tensor]:
         step, problem = self.step, self.step.problem
         precision = torch.float64 if cache.format == "fp32" else torch.float32
         rows = torch.cat([query.latent, query.rope], -1).to(precision) * step.softmax_scale
@@ -49,8 +53,7 @@ class EagerKernel(Kernel):
             grouped, (keys, source) = rows.unsqueeze(1), self._paged(*self._ragged_rows(len(rows)), cache)
         else:
             grouped, (keys, source) = rows, self._paged(*self._uniform_rows(), cache)
-        with torch.autocast(step.device.type, enabled=False):  # which would round the products' operands
-            decoded, lse = self._softmax(grouped, cache, keys, source)
+        decoded, lse = self._softmax(grouped, cache, keys, source)
         width = problem.kv_lora_rank
         return decoded.reshape(*lead, width).to(query.latent.dtype), lse.reshape(lead).float()
 
