@@ -814,9 +814,56 @@ def test_what_a_plan_was_not_made_for_is_refused_in_a_graph_too() -> None:
     run(query, cache)
     with pytest.raises(InvalidInput, match="kv_lora_rank is 448, this plan was made for 512"):
         run(query, other)
-    same_memory = Query.from_parts(query.latent.view(torch.float16), query.rope.view(torch.float16))
+
+
+def test_a_query_of_the_same_memory_and_another_dtype_is_another() -> None:
+    _, make, cache = watching("op")
+    plan, query = make([3, 64]), parts(2)
+    plan.run(query, cache)
+    same = query.latent.view(torch.float16), query.rope.view(torch.float16)
+    out = torch.zeros(2, 12, 512).bfloat16()
     with pytest.raises(InvalidInput, match=r"the query is torch.float16, this plan's q_dtype is torch.bfloat16"):
-        run(same_memory, cache)
+        torch.ops.mla_backends.run_plan(
+            plan._number, plan.graph_inputs, *same, None, cache.rows, None, None, False, out, None
+        )
+
+
+def test_a_query_scale_that_a_graph_writes_is_the_one_that_it_quantises_with() -> None:
+    class Quantising(Watching):
+        def __init__(self) -> None:
+            self.conventions = Conventions(query="packed", query_dtype="float8_e4m3fn")  # type: ignore[misc]
+
+        def plan(self, step: Step, library: Any) -> Kernel:
+            assert isinstance(EAGER, Adapter)
+            inner = EAGER.plan(step, library)
+
+            class Dequantised(Kernel):
+                def run(self, query: Query, *rest: Any) -> Any:
+                    assert query.scale is not None
+                    out, lse = inner.run(Query.from_packed(query.packed.float() * query.scale), *rest)
+                    return out.bfloat16(), lse
+
+            return Dequantised()
+
+    scale, lens = torch.full((1,), 0.01), torch.tensor([9, 3], dtype=torch.int32)
+    cache = PagedCache.allocate(4, 64, "fp8", "cpu")
+    cache.write(torch.randn(256, 512).bfloat16(), torch.randn(256, 64).bfloat16(), torch.arange(256))
+    table, given = torch.zeros(2, 1, dtype=torch.int32), {"num_heads": 12, "softmax_scale": 0.1}
+    backend = get_backend("cpu", adapters=[Quantising()])
+    plan, query = backend.plan(cache, table, lens, q_scale=scale, **given), parts(2)
+    own = plan.new_query()
+    own.packed.view(torch.uint8).copy_(torch.randint(0, 100, own.packed.shape, dtype=torch.uint8))
+
+    def layer(value: Tensor) -> tuple[Tensor, Tensor]:
+        scale.copy_(value)
+        return plan.run(query, cache).out + 0, plan.run(own, cache).out + 0
+
+    want = layer(torch.full((1,), 0.05))
+    fresh = backend.plan(cache, table, lens, q_scale=0.05, **given)
+    assert torch.equal(want[0], fresh.run(query, cache).out)
+    scale.fill_(0.01)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.full((1,), 0.05))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_a_view_is_made_outside_of_a_graph() -> None:
