@@ -211,16 +211,17 @@ class Adapter(ABC):
             refusal = rule.refusal(problem, device)
             if refusal is not None:
                 broken.append(refusal)
-        heads = self.conventions_of(problem).heads
+        conventions = self.conventions_of(problem)
+        heads = conventions.heads
         if heads is not None and problem.num_heads > heads[-1] and not any(r.subject == "num_heads" for r in broken):
             taken, source = f"at most {heads[-1]}", f"conventions of {self.name}"
             broken.append(Refusal("num_heads", str(problem.num_heads), taken, source))
         is_strided = problem.page_stride is not None or not problem.packed_rows
-        if is_strided and not self.conventions_of(problem).strides:
+        if is_strided and not conventions.strides:
             found = "the cache has other memory between its pages or rows"
             cure = "a cache of its own for each layer has none"
             broken.append(Refusal("", found, "packed pages", f"conventions of {self.name}", cure))
-        precision = self.conventions_of(problem).lse_precision
+        precision = conventions.lse_precision
         if problem.needs_lse and precision and not forced:
             found = f"the lse is wanted, which this kernel may have off by {precision:.0e}"
             cure = f'name it, adapter="{self.name}", where that is near enough'

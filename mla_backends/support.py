@@ -6,6 +6,7 @@ test: inside, each worth a run on a GPU, and just outside. A refusal is a value 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -267,9 +268,8 @@ class Conventions:
     allocates: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Conventions).items():
-            words = get_args(kind)
-            if get_origin(kind) is Literal and getattr(self, name) not in words:
+        for name, words in _words().items():
+            if getattr(self, name) not in words:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, it takes one of {', '.join(map(repr, words))}")
         counts = self.heads if self.heads is not None else (1,)
         if not isinstance(counts, tuple) or not counts or list(counts) != sorted({c for c in counts if _is_count(c)}):
@@ -289,6 +289,13 @@ class Conventions:
         if self.heads is None:
             return num_heads
         return next((h for h in self.heads if h >= num_heads), num_heads)
+
+
+@functools.cache
+def _words() -> dict[str, tuple[str, ...]]:
+    """The fields of `Conventions` that take some words alone, and which."""
+    hints = get_type_hints(Conventions).items()
+    return {name: get_args(kind) for name, kind in hints if get_origin(kind) is Literal}
 
 
 @dataclass(frozen=True)

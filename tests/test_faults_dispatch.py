@@ -211,6 +211,17 @@ def test_conventions_that_mean_nothing_are_refused_where_they_are_written(given:
         Conventions(**{"query": "packed", **given})
 
 
+def test_what_conventions_are_checked_by_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made anew at each plan of an adapter whose own depend on the problem."""
+    Conventions(query="packed")
+
+    def again(_: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("mla_backends.support.get_type_hints", again)
+    assert Conventions(query="split").query == "split"
+
+
 def test_a_kernel_whose_results_are_of_another_form_does_not_prove_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PROOFS, "_known", {})
 
