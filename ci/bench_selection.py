@@ -1,6 +1,6 @@
 """What dispatch chooses against the fastest: every dense adapter under graphs, at two sets of problems.
 
-From the first set come the figures of each adapter's `Speed`, which are printed as this run would have them; the second
+From the first set come the figures of each adapter's `Speed`; `--fit` prints them as this run would have them. The second
 judges the choice, and no figure comes from it.
 
 Lengths are spread alike in both and fill three quarters of the plan's capacity, which is what dispatch takes them to do.

@@ -2,8 +2,9 @@
 
 What a caller hands in is checked whole before anything is written, so that a refused step leaves
 the last one standing. A step that a view is given is written as the whole's, all rows past it empty,
-so that there is one step in the memory that they share. Nothing here waits for the device, except `host_lengths` where the caller
-gave no lengths on the host, and an upload of lengths for the one four uploads before it.
+so that there is one step in the memory that they share. Nothing here waits for the device, except
+`host_lengths` where the caller gave no lengths on the host, and an upload of lengths for the one
+four uploads before it.
 """
 
 from __future__ import annotations

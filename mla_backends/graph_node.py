@@ -10,24 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
 from mla_backends.errors import InvalidInput
 from mla_backends.op_table import register
 
-__all__ = ["is_same_memory", "numbered", "refresh_in_graph", "run_in_graph", "select_in_graph"]
+__all__ = ["is_same_memory", "numbered", "of_the_host", "refresh_in_graph", "run_in_graph", "select_in_graph"]
+
+_Method = TypeVar("_Method", bound=Callable[..., None])
 
 _LIVING: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _numbers = count()
 
 
-def numbered(plan: Any) -> int:
-    """A number by which a graph's node finds `plan` again while it lives."""
+def of_the_host(method: _Method) -> _Method:
+    """What torch.compile must not look into: a whole graph is refused, another is broken there."""
+    why = f"{method.__qualname__} is work of the host: call it outside of the compiled function"
+    return cast(_Method, torch.compiler.disable(method, reason=why))
+
+
+def numbered(node: Any) -> int:
+    """A number by which a graph finds a plan's `PlanNode` again while it lives."""
     number = next(_numbers)
-    _LIVING[number] = plan
+    _LIVING[number] = node
     return number
 
 
@@ -66,25 +75,25 @@ def _run(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    made = _living(plan)
-    if _copied(inputs, made.graph_inputs):
-        made.unlearn()
-    query, layer = made.query_over(latent, rope, scale), made.cache_over(rows, kv_scale)
-    made.run(query, layer, indices=made.selected if is_selected else indices, out=out, lse=lse)
+    node = _living(plan)
+    if _copied(inputs, node.inputs):
+        node.unlearn()
+    query, layer = node.query_over(latent, rope, scale), node.cache_over(rows, kv_scale)
+    node.plan.run(query, layer, indices=node.plan.selected if is_selected else indices, out=out, lse=lse)
 
 
 def _select(table: Tensor, plan: int, positions: Tensor, block_table: Tensor, seq_lens: Tensor | None) -> None:
-    made = _living(plan).select_slots(positions, block_table, seq_lens).kernel_table
+    made = _living(plan).plan.select_slots(positions, block_table, seq_lens).kernel_table
     if not is_same_memory(made, table):
         table.copy_(made)
 
 
 def _refresh(plan: int, block_table: Tensor, seq_lens: Tensor) -> None:
-    made = _living(plan)
-    were_apart = _copied((block_table, seq_lens), made.graph_inputs[:2])
-    made.refresh()
+    node = _living(plan)
+    were_apart = _copied((block_table, seq_lens), node.inputs[:2])
+    node.plan.refresh()
     if were_apart:  # refresh holds lengths to the plan's room
-        _copied(made.graph_inputs[1:2], (seq_lens,))
+        _copied(node.inputs[1:2], (seq_lens,))
 
 
 run_in_graph: Callable[..., None] = register(

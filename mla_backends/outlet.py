@@ -15,6 +15,7 @@ from mla_backends.absorb import Query
 from mla_backends.buffers import Buffers
 from mla_backends.device import is_capturing
 from mla_backends.errors import InvalidInput
+from mla_backends.pages import are_apart
 from mla_backends.problem import Problem
 from mla_backends.result import Decoded
 from mla_backends.support import ALIGNMENT, Conventions
@@ -191,18 +192,7 @@ def _check_result(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch
         raise InvalidInput(
             f"{name} was made in inference mode, which only lets it be written there; pass {name}.clone()"
         )
-    if not given.is_contiguous() and _overlaps(given):
+    if not given.is_contiguous() and not are_apart(1, *zip(given.shape, given.stride(), strict=True)):
         raise InvalidInput(
             f"{name} has strides {given.stride()}, it takes memory for each value; clone an expanded tensor"
         )
-
-
-def _overlaps(x: Tensor) -> bool:
-    """Whether two values may lie in one place: some stride does not reach past what the lesser ones span."""
-    span = 0
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size > 1:
-            if stride <= span:
-                return True
-            span += stride * (size - 1)
-    return False

@@ -6,10 +6,9 @@ library. `run` allocates nothing of its own, waits for nothing, and does nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,10 +18,10 @@ from mla_backends.adapter import Kernel, Step
 from mla_backends.buffers import Buffers
 from mla_backends.cache import PagedCache
 from mla_backends.errors import InvalidInput, whole_number
-from mla_backends.formats import format_named
-from mla_backends.graph_node import numbered, refresh_in_graph, run_in_graph, select_in_graph
+from mla_backends.graph_node import of_the_host
 from mla_backends.intake import Intake
 from mla_backends.outlet import Outlet
+from mla_backends.plan_node import PlanNode
 from mla_backends.problem import Problem
 from mla_backends.recipe import Recipe
 from mla_backends.result import Decoded
@@ -32,13 +31,6 @@ from mla_backends.steps import StepInput
 __all__ = ["DecodePlan"]
 
 _is_compiling = torch.compiler.is_compiling
-_Method = TypeVar("_Method", bound=Callable[..., None])
-
-
-def _of_the_host(method: _Method) -> _Method:
-    """What torch.compile must not look into: a whole graph is refused, another is broken there."""
-    why = f"{method.__qualname__} is work of the host: call it outside of the compiled function"
-    return cast(_Method, torch.compiler.disable(method, reason=why))
 
 
 class DecodePlan:
@@ -81,10 +73,6 @@ class DecodePlan:
         # The facts of the last cache, one object for equal ones; nothing is it before the first.
         self._accepted: object = self
         self._is_cuda = recipe.where.type == "cuda"
-        self._number = numbered(self)
-        self.graph_inputs = [] if self._is_sparse else [buffers.block_table, buffers.seq_lens]
-        """What outside code may write, which a graph's node must read: the buffers, then the queries' scale and the sink."""
-        self.graph_inputs += [x for x in (recipe.q_scale, recipe.attn_sink) if isinstance(x, Tensor)]
         self._intake = Intake(
             problem, self._conventions, self._heads, recipe.q_dtype, recipe.where, buffers, recipe.q_scale
         )
@@ -103,6 +91,7 @@ class DecodePlan:
             if self._is_sparse
             else None
         )
+        self._node = PlanNode(self, recipe, buffers, self._intake, self._selection)
         # Nothing is launched for no requests or no rows, and kernel libraries don't take either.
         self._is_empty = buffers.batch == 0 or buffers.q_len == 0
         self._kernel: Kernel | None = None if self._is_empty else adapter.plan(self._step(), recipe.serving.library)
@@ -166,7 +155,7 @@ class DecodePlan:
 
     # --- the step -----------------------------------------------------------------------------------------------------
 
-    @_of_the_host
+    @of_the_host
     def update(
         self,
         block_table: Tensor | None = None,
@@ -226,8 +215,7 @@ class DecodePlan:
                 f"{self.adapter} plans on the host, so refresh cannot serve it; call update(plan.block_table, seq_lens_cpu=...)"
             )
         if _is_compiling():
-            if not self._is_sparse:
-                refresh_in_graph(self._is_cuda, self._number, *self.graph_inputs[:2])
+            self._node.refresh()
             return
         self._buffers.rewritten()
         self._replan()
@@ -261,7 +249,7 @@ class DecodePlan:
             self._make_view(batch)
         return self._views[batch]
 
-    @_of_the_host
+    @of_the_host
     def _make_view(self, batch: int) -> None:
         self._recipe.check_capture(StepInput())
         recipe = replace(self._recipe, problem=replace(self.problem, batch=batch))
@@ -301,8 +289,7 @@ class DecodePlan:
         if self._selection is None:
             raise InvalidInput("this plan is dense, there is nothing to select; plan with topk")
         if _is_compiling():
-            into = self._selection.kernel_table
-            select_in_graph(self._is_cuda, into, self._number, positions, block_table, seq_lens)
+            self._node.select(self._selection, positions, block_table, seq_lens)
         else:
             self._selection.select(positions, block_table, seq_lens)
         return self._selection
@@ -331,7 +318,7 @@ class DecodePlan:
             InvalidInput: where query, cache, indices or out do not match the plan.
         """
         if _is_compiling():
-            return self._in_graph(query, cache, indices, out, lse)
+            return self._node.run(query, cache, indices, out, lse)
         if getattr(cache, "facts", None) is not self._accepted:
             self._recipe.check_cache(cache)
             self._accepted = cache.facts
@@ -367,49 +354,6 @@ class DecodePlan:
     def selected(self) -> Selection | None:
         """What `select_slots` returns; None for a dense plan."""
         return self._selection
-
-    def _in_graph(
-        self,
-        query: Query,
-        cache: PagedCache,
-        indices: Tensor | Selection | None,
-        out: Tensor | None,
-        lse: Tensor | None,
-    ) -> Decoded:
-        """The same run as one node of the graph that torch.compile is making."""
-        shape = (*query.latent.shape[:-2], self.problem.num_heads)
-        where = self._recipe.where
-        if out is None:
-            out = torch.empty((*shape, self.problem.kv_lora_rank), dtype=self._recipe.q_dtype, device=where)
-        if lse is None and self.problem.needs_lse:
-            lse = torch.empty(shape, dtype=torch.float32, device=where)
-        # Of a selection its table goes in, so that the graph runs the node that fills it first.
-        is_selected = isinstance(indices, Selection)
-        if isinstance(indices, Selection):
-            indices.check_owner(self._selection)
-            indices = indices.kernel_table
-        p = self.problem
-        planned = (p.cache_format, p.kv_lora_rank, p.qk_rope_head_dim)
-        if (cache.format, cache.kv_lora_rank, cache.qk_rope_head_dim) != planned:
-            raise InvalidInput(
-                f"the cache is {cache!r}, this plan was made for {planned[0]} of {planned[1]} + {planned[2]}"
-            )
-        parts = (query.latent, query.rope, query.scale, cache.rows, cache.own_scale, indices)
-        run_in_graph(self._is_cuda, self._number, self.graph_inputs, *parts, is_selected, out, lse)
-        return Decoded(out, lse)
-
-    def unlearn(self) -> None:
-        """For a graph's node: the graph has written what the host thought to know."""
-        self._buffers.sees_keys = False
-
-    def query_over(self, latent: Tensor, rope: Tensor, scale: Tensor | None) -> Query:
-        """For a graph's node: the query of those tensors."""
-        return self._intake.over(latent, rope, scale)
-
-    def cache_over(self, rows: Tensor, scale: Tensor | None) -> PagedCache:
-        """For a graph's node: the layer of those tensors, as this plan takes it."""
-        p, name = self.problem, format_named(self.problem.cache_format).name
-        return PagedCache.over(rows, scale, name, kv_lora_rank=p.kv_lora_rank, qk_rope_head_dim=p.qk_rope_head_dim)
 
     @property
     def _waits(self) -> str:

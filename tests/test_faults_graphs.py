@@ -661,7 +661,7 @@ def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
     plan, query = world.plan(cache, table, lens), world.query(2)
     out, lse = torch.zeros(2, 16, 512, dtype=world.dtype, device=world.device), torch.zeros(2, 16, device=world.device)
     parts = (query.latent, query.rope, None, cache.rows, cache.scale, None)
-    args = (plan._number, plan.graph_inputs, *parts, False, out, lse)
+    args = (plan._node.number, plan._node.inputs, *parts, False, out, lse)
     # torch's schema check multiplies what it is given, which float8 has no kernel for
     checks = ("test_faketensor",) if cache.rows.dtype == torch.float8_e4m3fn else ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.mla_backends.run_plan.default, args, test_utils=checks)
@@ -670,7 +670,7 @@ def test_the_schema_of_a_run_marks_exactly_what_it_writes(world: Any) -> None:
 def test_a_graph_whose_plan_is_gone_says_so() -> None:
     _, make, cache = watching()
     plan, query = make([3, 64]), parts(2)
-    number, held = plan._number, plan.graph_inputs
+    number, held = plan._node.number, plan._node.inputs
     del plan
     gc.collect()
     tensors, out = (query.latent, query.rope, None, cache.rows, None, None), torch.zeros(2, 12, 512).bfloat16()
@@ -824,7 +824,7 @@ def test_a_query_of_the_same_memory_and_another_dtype_is_another() -> None:
     out = torch.zeros(2, 12, 512).bfloat16()
     with pytest.raises(InvalidInput, match=r"the query is torch.float16, this plan's q_dtype is torch.bfloat16"):
         torch.ops.mla_backends.run_plan(
-            plan._number, plan.graph_inputs, *same, None, cache.rows, None, None, False, out, None
+            plan._node.number, plan._node.inputs, *same, None, cache.rows, None, None, False, out, None
         )
 
 

@@ -24,6 +24,7 @@ FLOORS = (
     "adapter unified",
     "arguments catalogue buffers",
     "intake outlet selection recipe",
+    "plan_node",
     "dispatch plan",
     "canary",
     "backend",

@@ -273,10 +273,10 @@ def test_a_node_of_a_graph_may_hold_a_copy_of_what_is_selected(sparse: Any) -> N
     held = plan.selected.kernel_table
     copy, right = torch.full_like(held, 7), held.clone()
     held.fill_(7)
-    torch.ops.mla_backends.select_slots_of_plan(copy, plan._number, positions, table, None)
+    torch.ops.mla_backends.select_slots_of_plan(copy, plan._node.number, positions, table, None)
     assert torch.equal(copy, right)
     assert torch.equal(held, right)
     out, lse = torch.empty_like(want.out), torch.empty_like(want.lse)
     parts = (query.latent, query.rope, None, cache.rows, cache.scale, copy.fill_(7), True)
-    torch.ops.mla_backends.run_plan(plan._number, plan.graph_inputs, *parts, out, lse)
+    torch.ops.mla_backends.run_plan(plan._node.number, plan._node.inputs, *parts, out, lse)
     assert sparse.same(Decoded(out, lse), want)
